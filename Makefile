@@ -1,0 +1,65 @@
+# Every target works on a fresh machine with one Python 3.11 to 3.13: it first sets up .venv.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format bench clean
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.arriero-installed
+# PyTorch where there is no GPU; with one, the version that pip resolves brings its CUDA libraries.
+CPU_TORCH := torch==2.13.0
+# What is checked: named here too, since mypy refuses a folder that does not exist.
+SOURCES := $(wildcard arriero tests benchmarks)
+HAS_TORCH = -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
+# Threads of small tensor operations disturb each other when tests start many processes.
+export OMP_NUM_THREADS ?= 1
+
+help:
+	@echo "make demo       train a small model on this machine and write a report"
+	@echo "make test       fast tests"
+	@echo "make test-slow  tests marked slow"
+	@echo "make lint       ruff format --check, ruff check, mypy, pyright"
+	@echo "make format     ruff format, ruff check --fix"
+	@echo "make bench      every benchmarks/bench_*.py"
+	@echo "make setup      only the environment in $(VENV)"
+	@echo "make clean      remove the environment and caches"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no python3.11, python3.12 or python3.13 found; set PYTHON=..." >&2; exit 1; }
+	@# A torch that came with the machine (a container image) is used, not installed a second time.
+	test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) $(HAS_TORCH) && echo --system-site-packages) $(VENV)
+	@if $(BIN)/python $(HAS_TORCH); then echo "torch is there already"; \
+	elif command -v nvidia-smi >/dev/null || test -e /dev/nvidia0; then echo "GPU found: pip chooses torch"; \
+	else $(BIN)/python -m pip install '$(CPU_TORCH)'; fi
+	$(BIN)/python -m pip install -e '.[dev,reasoning-gym]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/arriero demo
+
+test: $(STAMP)
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(SOURCES)
+	$(BIN)/pyright $(SOURCES)
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	@set -e; for script in benchmarks/bench_*.py; do \
+		test -e "$$script" || { echo "no benchmarks/bench_*.py yet" >&2; exit 1; }; \
+		echo "== $$script"; $(BIN)/python "$$script"; \
+	done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

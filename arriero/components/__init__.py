@@ -1,0 +1,1 @@
+"""Prompt sources, generators, rewards, advantages, losses, trainers: the nodes of a graph."""

@@ -1,0 +1,1 @@
+"""The `arriero` command, the TorchX component, the entry point of a role and scheduler support."""

@@ -1,0 +1,1 @@
+"""Messages, graph specification, configuration and lineage records: data without behaviour."""
