@@ -38,6 +38,30 @@ def test_the_wheel_holds_every_module_once_and_the_type_marker(tmp_path: Path) -
     assert "arriero = arriero.launchers.cli:main" in entry_points
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_root")
+def test_an_installed_wheel_is_found_under_its_one_name(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    wheel = tmp_path / build_wheel(str(tmp_path))
+    install = ["pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run([sys.executable, "-m", *install], check=True, timeout=100)
+
+    names = [*LINKS, *(f"arriero.{link}" for link in LINKS)]
+    code = f"from importlib.util import find_spec; print([n for n in {names} if find_spec(n)])"
+    # -S: without the editable install of this checkout.
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert found.stdout.strip() == str([f"arriero.{link}" for link in LINKS])
+    assert (site / "bin" / "arriero").is_file()
+
+
 @pytest.mark.usefixtures("in_root")
 def test_the_source_archive_builds_the_same_modules_without_the_root_links(tmp_path: Path) -> None:
     archive = tmp_path / build_sdist(str(tmp_path))
