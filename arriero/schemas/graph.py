@@ -1,0 +1,91 @@
+"""A graph as data: what the launcher ships, the run record keeps and `arriero check` shows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
+
+from arriero.schemas.messages import Message
+
+
+class Capacity(Message):
+    """How much an edge holds before its producer waits: un-acknowledged records and their bytes."""
+
+    messages: PositiveInt
+    bytes: PositiveInt = 256 << 20
+
+
+class InputSpec(Message):
+    """One input port: the node whose output it reads, or the loop whose newest version it follows."""
+
+    port: str
+    source: str
+    record: str
+    loop: bool = False
+    consumes: PositiveInt = 1
+
+
+class Resources(Message):
+    """What one replica (or rank) of a role needs. `memory_mb` 0: not stated."""
+
+    cpus: NonNegativeInt = 1
+    gpus: NonNegativeInt = 0
+    memory_mb: NonNegativeInt = 0
+
+
+class NodeSpec(Message):
+    """A component in its place. `component` is `module:Class`, `config` its fields as JSON."""
+
+    name: str
+    component: str
+    config: dict[str, JsonValue]
+    inputs: tuple[InputSpec, ...] = ()
+    output: str
+    produces: PositiveInt = 1
+    replicas: PositiveInt = 1
+    ranks: PositiveInt = 1
+    role: str
+    resources: Resources = Resources()
+    capacity: Capacity | None = None
+
+
+class LoopSpec(Message):
+    """A feedback edge: `producer` closes it; a token read through it is at most `staleness` versions old."""
+
+    name: str
+    record: str
+    producer: str
+    staleness: NonNegativeInt
+
+
+class GraphSpec(Message):
+    """The whole graph; `digest` names it by content."""
+
+    format: Literal[1] = 1
+    name: str
+    nodes: tuple[NodeSpec, ...] = Field(min_length=1)
+    loops: tuple[LoopSpec, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON (sorted keys, no spaces)."""
+        return hashlib.sha256(self.canonical().encode()).hexdigest()
+
+    def canonical(self) -> str:
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def node(self, name: str) -> NodeSpec:
+        return next(n for n in self.nodes if n.name == name)
+
+    def consumers(self, name: str) -> tuple[tuple[NodeSpec, InputSpec], ...]:
+        """The ports that read the output of node `name` over an edge (not through a loop), in graph order."""
+        return tuple((n, i) for n in self.nodes for i in n.inputs if i.source == name and not i.loop)
+
+    @property
+    def roles(self) -> dict[str, tuple[NodeSpec, ...]]:
+        """Nodes by role, in graph order: the processes that a launch starts."""
+        names = dict.fromkeys(n.role for n in self.nodes)
+        return {role: tuple(n for n in self.nodes if n.role == role) for role in names}

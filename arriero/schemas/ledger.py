@@ -1,0 +1,104 @@
+"""The ledger: one append-only log of what became of every prompt.
+
+It balances: every admitted prompt ends trained, evaluated or dropped with a reason, or is in flight.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, TypeAdapter
+
+from arriero.schemas.messages import DropReason, Message, Outcome, Split
+
+
+class Admitted(Message):
+    """A source record was let into the graph: training prompt number `origin` (from 0), or a held-out prompt.
+
+    Held-out prompts have negative origins and take no place in the admission window.
+    """
+
+    kind: Literal["admitted"] = "admitted"
+    id: str
+    origin: int
+    split: Split
+    epoch: NonNegativeInt
+    row: NonNegativeInt
+    min_version: NonNegativeInt
+
+
+class DroppedEvent(Message):
+    """The prompts `origins` go no further: `node` dropped the record `parent` that came from them."""
+
+    kind: Literal["dropped"] = "dropped"
+    node: str
+    parent: str
+    origins: tuple[int, ...]
+    reason: DropReason
+    detail: str = ""
+
+
+class Trained(Message):
+    """Version `version` was made from the prompts `origins`.
+
+    Staleness is counted in versions: the version about to be replaced minus the one that sampled the token.
+    """
+
+    kind: Literal["trained"] = "trained"
+    node: str
+    version: NonNegativeInt
+    batch: str
+    origins: tuple[int, ...]
+    tokens: NonNegativeInt
+    staleness_max: NonNegativeInt
+    staleness_mean: FiniteFloat
+    reward_mean: FiniteFloat
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class Evaluated(Message):
+    """A held-out prompt came back: the scores of its samples. `version` is the one it was sent for."""
+
+    kind: Literal["evaluated"] = "evaluated"
+    id: str
+    origin: int
+    version: NonNegativeInt
+    values: tuple[FiniteFloat, ...]
+    outcomes: tuple[Outcome, ...]
+
+
+Event = Annotated[Admitted | DroppedEvent | Trained | Evaluated, Field(discriminator="kind")]
+EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+class Ended(Message):
+    """Control: node `node`'s replica ended; `error` is empty if it did what it was to do.
+
+    `user` is true when the error is one line for the user to mend rather than a fault with a traceback.
+    """
+
+    kind: Literal["ended"] = "ended"
+    node: str
+    replica: NonNegativeInt
+    error: str = ""
+    traceback: str = ""
+    user: bool = False
+
+
+class Stop(Message):
+    """Control: everybody leaves now; what is in flight stays untrained."""
+
+    kind: Literal["stop"] = "stop"
+    reason: str
+
+
+Control = Annotated[Ended | Stop, Field(discriminator="kind")]
+CONTROL: TypeAdapter[Control] = TypeAdapter(Control)
+
+LEDGER_LOG = "ledger"
+CONTROL_LOG = "control"
+
+
+def loop_log(loop: str) -> str:
+    """Name of the log that carries the versions of a loop."""
+    return f"loop-{loop}"

@@ -1,0 +1,234 @@
+"""The records that travel on edges.
+
+    Prompt -> RolloutGroup -> ScoredGroup -> Batch -> Weights -> (back to the generator)
+
+Provenance: `id` is deterministic (parents + index), `parents` are the records this one was made from and
+`origins` the admission numbers of the prompts it descends from. The runtime writes all three when a
+component yields a record; a component never invents them.
+
+Missing is never zero: a log-probability is finite where the policy sampled the token and NaN elsewhere, so a
+forgotten mask shows as NaN in the loss instead of as a probability of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, NonNegativeInt, PositiveFloat, model_validator
+
+from arriero.schemas.arrays import BoolArray, Float32Array, Int32Array, finite_exactly_where, same_bits
+from arriero.schemas.weights import WeightManifest
+
+Split = Literal["train", "eval"]
+Finish = Literal["stop", "length"]
+
+
+class Message(BaseModel):
+    """Base of everything that is encoded: frozen, unknown fields refused."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class Record(Message):
+    """Base of what travels on edges; see the module for the three fields."""
+
+    id: str = ""
+    parents: tuple[str, ...] = ()
+    origins: tuple[int, ...] = ()
+
+    def stamped(self, *, id: str, parents: tuple[str, ...], origins: tuple[int, ...]) -> Self:
+        """The same record with its provenance written; validation isn't repeated."""
+        return self.model_copy(update={"id": id, "parents": parents, "origins": origins})
+
+
+class Prompt(Record):
+    """One question. `metadata` is the data set's row, for the reward; `row` and `epoch` say where it came from.
+
+    `min_version` is written at admission: the generator starts it with these weights or newer ones.
+    """
+
+    text: str
+    answer: str = ""
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    split: Split = "train"
+    epoch: NonNegativeInt = 0
+    row: NonNegativeInt = 0
+    min_version: NonNegativeInt = 0
+
+
+class Rollout(Message):
+    """One sampled response. All arrays have the length L of prompt + response.
+
+    tokens [L] int32; mask [L]: true where the policy sampled the token; logprobs [L] float32: nats, of the
+    distribution really sampled from (temperature included), NaN off the mask; versions [L] int32: the weights
+    that sampled the token, -1 off the mask.
+    """
+
+    tokens: Int32Array
+    mask: BoolArray
+    logprobs: Float32Array
+    versions: Int32Array
+    text: str
+    finish: Finish
+    temperature: PositiveFloat = 1.0
+    seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        mask = self.mask
+        if not (self.tokens.size == mask.size == self.logprobs.size == self.versions.size):
+            raise ValueError(
+                f"unequal lengths: tokens {len(self.tokens)}, mask {len(mask)}, "
+                f"logprobs {len(self.logprobs)}, versions {len(self.versions)}"
+            )
+        if not finite_exactly_where(self.logprobs, mask):
+            raise ValueError("logprobs must be finite where mask is true and NaN elsewhere: missing is never zero")
+        if not same_bits(self.versions >= 0, mask):
+            raise ValueError("versions must be >= 0 where mask is true and -1 elsewhere")
+        return self
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version of a sampled token; None if no token was sampled."""
+        return int(self.versions[self.mask].min()) if self.mask.any() else None
+
+
+class RolloutGroup(Record):
+    """All rollouts of one prompt."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...] = Field(min_length=1)
+
+    @property
+    def oldest_version(self) -> int | None:
+        return oldest(r.oldest_version for r in self.rollouts)
+
+
+class Outcome(StrEnum):
+    """What a reward found out; only `ok` and `wrong` are verdicts on the answer."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+
+
+class Score(Message):
+    """Reward of one rollout: `value` is what is trained on, `outcome` says what it rests on."""
+
+    value: FiniteFloat
+    outcome: Outcome
+    detail: str = ""
+
+
+class ScoredGroup(Record):
+    """A rollout group with one score per rollout, in the same order."""
+
+    group: RolloutGroup
+    scores: tuple[Score, ...]
+
+    @model_validator(mode="after")
+    def _one_score_each(self) -> Self:
+        if len(self.scores) != len(self.group.rollouts):
+            raise ValueError(f"{len(self.scores)} scores for {len(self.group.rollouts)} rollouts")
+        return self
+
+    @property
+    def oldest_version(self) -> int | None:
+        return self.group.oldest_version
+
+
+class Example(Record):
+    """Supervised text: the tokens after `prompt` are trained on."""
+
+    prompt: str
+    response: str
+
+
+class Sample(Message):
+    """One sequence to train on, arrays [L] as in `Rollout`.
+
+    `advantages` [L] float32 is finite everywhere; `logprobs` and `versions` are None for supervised data.
+    `group` is the id of the record it came from, so that a whole group can be dropped from a batch.
+    """
+
+    group: str
+    tokens: Int32Array
+    mask: BoolArray
+    advantages: Float32Array
+    logprobs: Float32Array | None = None
+    versions: Int32Array | None = None
+    temperature: PositiveFloat = 1.0
+    reward: FiniteFloat = 0.0
+    origin: int = -1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        length = len(self.tokens)
+        arrays = {"mask": self.mask, "advantages": self.advantages, "logprobs": self.logprobs, "versions": self.versions}
+        if wrong := {k: len(v) for k, v in arrays.items() if v is not None and len(v) != length}:
+            raise ValueError(f"unequal lengths: tokens {length}, {wrong}")
+        if not np.isfinite(self.advantages).all():
+            raise ValueError("advantages must be finite")
+        if self.logprobs is not None and not np.isfinite(self.logprobs[self.mask]).all():
+            raise ValueError("logprobs must be finite where mask is true: missing is never zero")
+        return self
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version of a sampled token; None for supervised data."""
+        sampled = self.versions[self.versions >= 0] if self.versions is not None else ()
+        return int(min(sampled)) if len(sampled) else None
+
+
+class Batch(Record):
+    """What one optimizer step trains on."""
+
+    samples: tuple[Sample, ...]
+
+    @property
+    def oldest_version(self) -> int | None:
+        return oldest(s.oldest_version for s in self.samples)
+
+    def without(self, groups: frozenset[str]) -> Batch:
+        """The batch without the samples of `groups`, which are no longer among its parents."""
+        kept = tuple(s for s in self.samples if s.group not in groups)
+        origins = tuple(sorted({s.origin for s in kept}))
+        return self.model_copy(update={"samples": kept, "origins": origins})
+
+
+class Weights(Record):
+    """A version of the policy: `version` optimizer steps were taken. The bytes travel on the weight plane.
+
+    `metrics` describes the step that made it (loss, gradient norm, ...); empty for the first version.
+    """
+
+    version: NonNegativeInt
+    manifest: WeightManifest | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+DropReason = Literal["stale", "too_long", "group_timeout", "invalid", "dead_letter", "filtered", "end_of_run"]
+
+
+class Dropped(Record):
+    """Yielded by a component (or written by the runtime) instead of an output: `parent` goes no further."""
+
+    parent: str
+    reason: DropReason
+    detail: str = ""
+
+
+class EndOfStream(Message):
+    """Replica `replica` of `producer` has sent its last record on an edge."""
+
+    producer: str
+    replica: NonNegativeInt
+
+
+def oldest(versions: Iterable[int | None]) -> int | None:
+    """The smallest of the versions that are not None; None if there is none."""
+    return min((v for v in versions if v is not None), default=None)

@@ -1,0 +1,79 @@
+"""Options of a run, what its replicas report while it goes on, and what is left when it is over."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from arriero.schemas.messages import Message
+
+
+class RunOptions(Message):
+    """How a graph is run, apart from the graph. Written to the run directory, read by every role.
+
+    `wait_bound_s` bounds every wait for a record, a place or a version; `liveness_s` the age of a heartbeat.
+    """
+
+    run_id: str
+    seed: NonNegativeInt = 0
+    deterministic: bool = False
+    wait_bound_s: PositiveFloat = 600.0
+    liveness_s: PositiveFloat = 30.0
+    heartbeat_s: PositiveFloat = 1.0
+    lease_s: PositiveFloat = 30.0
+    max_deliveries: PositiveInt = 3
+    max_dead_letters: NonNegativeInt = 0
+    threads: dict[str, PositiveInt] = Field(default_factory=dict)
+
+
+class NodeStatus(Message):
+    """What a node does now and has done so far; times in seconds of the replica's clock.
+
+    `waits_for` is empty while it works. `tokens` counts sampled (generator) or trained (trainer) tokens.
+    """
+
+    node: str
+    waits_for: str = ""
+    waits_s: NonNegativeFloat = 0.0
+    busy_s: NonNegativeFloat = 0.0
+    idle_s: NonNegativeFloat = 0.0
+    taken: NonNegativeInt = 0
+    given: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
+    ended: bool = False
+
+
+class RoleStatus(Message):
+    """Heartbeat of one replica (and rank) of a role."""
+
+    role: str
+    replica: NonNegativeInt
+    rank: NonNegativeInt = 0
+    pid: PositiveInt
+    host: str
+    lag_s: NonNegativeFloat = 0.0
+    nodes: tuple[NodeStatus, ...]
+
+
+class RunSummary(Message):
+    """`summary.json`. Accuracies are shares of held-out samples with outcome `ok`, sampled as in training."""
+
+    state: Literal["finished", "failed", "stopped"]
+    steps: NonNegativeInt
+    reward_first: float | None = None
+    reward_last: float | None = None
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    staleness_bound: int | None = None
+    staleness_max: NonNegativeInt = 0
+    groups_admitted: NonNegativeInt = 0
+    groups_trained: NonNegativeInt = 0
+    groups_dropped: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    tokens_per_s: dict[str, float] = Field(default_factory=dict)
+    idle_share: dict[str, float] = Field(default_factory=dict)
+    wall_s: NonNegativeFloat = 0.0
+    step_s: float | None = None
+    predicted_sync_step_s: float | None = None
+    predicted_async_step_s: float | None = None
+    error: str = ""
