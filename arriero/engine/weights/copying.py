@@ -1,0 +1,176 @@
+"""Bytes of one tensor into a slot and out of it, hashed on the way.
+
+Host copies go in chunks that stay in the L2 cache, so that the hash reads them for almost nothing. What is
+hashed at the receiver is what was read back from its own parameter, never what was meant to be written.
+"""
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import Tensor
+
+from arriero.engine.weights.layout import TORCH_DTYPES, WeightError, dtype_name
+from arriero.schemas.weights import TensorSpec
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+HOST_CHUNK_BYTES = 256 << 10
+STAGING_BYTES = 32 << 20
+
+
+class Staging:
+    """A page-locked buffer between shared memory and an accelerator, allocated at its first use."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A part of the buffer with the dtype and length of flat `tensor`, at most STAGING_BYTES."""
+        if self._buffer is None:
+            pin = tensor.device.type == "cuda"
+            self._buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=pin)
+        return self._buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
+
+
+def store(source: Tensor, slot: Bytes, staging: Staging) -> str:
+    """Copy `source` into `slot` in C order; the fingerprint of the source's bytes."""
+    tensor = source.detach().contiguous()
+    state = xxhash.xxh3_128()
+    start = 0
+    for chunk in _host_chunks(tensor, staging):
+        state.update(chunk.data)
+        slot[start : start + chunk.size] = chunk
+        start += chunk.size
+    assert start == slot.size, "a slot has the size of its tensor"
+    return state.hexdigest()
+
+
+def fingerprint(tensor: Tensor, staging: Staging) -> str:
+    """Fingerprint of the bytes of a tensor in C order, read from where they are."""
+    state = xxhash.xxh3_128()
+    for chunk in _host_chunks(tensor.detach().contiguous(), staging):
+        state.update(chunk.data)
+    return state.hexdigest()
+
+
+def load(spec: TensorSpec, slot: Bytes, into: Tensor, staging: Staging) -> None:
+    """Copy a slot's bytes into a parameter, in place, and verify the parameter; WeightError names it."""
+    target = into.detach()
+    if target.dtype != TORCH_DTYPES[spec.dtype]:
+        _check_buffer(spec, slot)
+        for sent, held in _pairs(spec, slot, target):
+            _copy(sent, held, staging)
+            _check_cast(spec, sent, held)
+    elif target.device.type == "cpu" and target.is_contiguous():
+        state = xxhash.xxh3_128()
+        view = _as_bytes(target)
+        for start in range(0, slot.size, HOST_CHUNK_BYTES):
+            chunk = view[start : start + HOST_CHUNK_BYTES]
+            chunk[:] = slot[start : start + HOST_CHUNK_BYTES]
+            state.update(chunk.data)
+        _check(spec, slot, state.hexdigest())
+    else:
+        for sent, held in _pairs(spec, slot, target):
+            _copy(sent, held, staging)
+        _check(spec, slot, fingerprint(target, staging))
+
+
+def verify(spec: TensorSpec, slot: Bytes, into: Tensor, staging: Staging) -> None:
+    """Read a parameter back: its bytes are those of the slot, or exactly what the slot's values cast to."""
+    target = into.detach()
+    if target.dtype == TORCH_DTYPES[spec.dtype]:
+        _check(spec, slot, fingerprint(target, staging))
+        return
+    for sent, held in _pairs(spec, slot, target):
+        _check_cast(spec, sent, held)
+
+
+def _check(spec: TensorSpec, slot: Bytes, got: str) -> None:
+    if got != spec.fingerprint:
+        _check_buffer(spec, slot)
+        raise WeightError(
+            f"{spec.name} does not hold what was sent: read back {got}, sent {spec.fingerprint}; "
+            "the parameter was written by something else, or shares memory with another one"
+        )
+
+
+def _check_buffer(spec: TensorSpec, slot: Bytes) -> None:
+    got = xxhash.xxh3_128(slot.data).hexdigest()
+    if got != spec.fingerprint:
+        raise WeightError(f"{spec.name}: the buffer holds {got}, but {spec.fingerprint} was sent")
+
+
+def _check_cast(spec: TensorSpec, sent: Tensor, held: Tensor) -> None:
+    want, got = sent.to(held.dtype), held.to("cpu")
+    # Bytes first: comparing them is fast, and they differ only where a NaN has two encodings.
+    if not torch.equal(_bits(want), _bits(got)):
+        values, found = want.double(), got.double()
+        if not bool(((values == found) | (values.isnan() & found.isnan())).all()):
+            raise WeightError(
+                f"{spec.name} does not hold what was sent, cast from {spec.dtype} to {held.dtype}"
+            )
+    if torch.finfo(held.dtype).max < torch.finfo(sent.dtype).max:
+        values = want.float() if want.element_size() == 1 else want
+        if not bool(values.isfinite().all()):
+            overflow = int((sent.double().isfinite() & ~values.isfinite()).sum())
+            if overflow:
+                raise WeightError(f"{spec.name}: {overflow} values of {spec.dtype} overflow in {held.dtype}")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _copy(sent: Tensor, held: Tensor, staging: Staging) -> None:
+    if held.device.type == "cpu" or not held.is_contiguous():
+        held.copy_(sent)
+    else:
+        pinned = staging.like(sent)
+        pinned.copy_(sent)
+        held.copy_(pinned)
+
+
+def _pairs(spec: TensorSpec, slot: Bytes, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the slot and the parameter, chunk by chunk; a strided parameter is one chunk."""
+    sent = torch.as_tensor(slot).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+    if not target.is_contiguous():
+        yield sent, target
+        return
+    chunk_bytes = HOST_CHUNK_BYTES if target.device.type == "cpu" else STAGING_BYTES
+    items = chunk_bytes // max(sent.element_size(), target.element_size())
+    yield from zip(_split(sent, items), _split(target, items), strict=True)
+
+
+def _split(tensor: Tensor, items: int) -> Iterator[Tensor]:
+    flat = tensor.view(-1)
+    for start in range(0, flat.numel(), items):
+        yield flat[start : start + items]
+
+
+def _host_chunks(tensor: Tensor, staging: Staging) -> Iterator[Bytes]:
+    """Bytes of a contiguous tensor, chunk by chunk; each is valid until the next is taken."""
+    if tensor.device.type == "cpu":
+        view = _as_bytes(tensor)
+        for start in range(0, view.size, HOST_CHUNK_BYTES):
+            yield view[start : start + HOST_CHUNK_BYTES]
+        return
+    for part in _split(tensor, STAGING_BYTES // tensor.element_size()):
+        pinned = staging.like(part)
+        pinned.copy_(part)
+        yield from _host_chunks(pinned, staging)
+
+
+def _as_bytes(tensor: Tensor) -> Bytes:
+    array: Bytes = tensor.view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def state_fingerprints(
+    tensors: dict[str, Tensor], staging: Staging
+) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
+    """(name, dtype, shape, fingerprint) of each tensor, what `weights_fingerprint` takes."""
+    for name, tensor in tensors.items():
+        yield name, dtype_name(name, tensor), tuple(tensor.shape), fingerprint(tensor, staging)
