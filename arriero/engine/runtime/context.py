@@ -1,0 +1,42 @@
+"""What a component may know about its place while it runs: `current()`."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The place of one replica (and rank) of one node in a run.
+
+    `staleness` is the largest bound of the graph's loops, `loop` the one this node closes or follows.
+    """
+
+    run_id: str
+    run_dir: Path
+    node: str
+    replica: int
+    rank: int
+    ranks: int
+    seed: int
+    deterministic: bool
+    staleness: int
+    loop: str
+
+
+_CURRENT: ContextVar[Context] = ContextVar("arriero_context")
+
+
+def current() -> Context:
+    """The context of the component that is running. Raises LookupError outside `run`."""
+    try:
+        return _CURRENT.get()
+    except LookupError:
+        raise LookupError("there is a context only while a component runs") from None
+
+
+def enter(context: Context) -> None:
+    """Make `context` current in this task and in those it starts."""
+    _CURRENT.set(context)

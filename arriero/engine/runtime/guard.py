@@ -1,0 +1,81 @@
+"""The trainer's guard: the other half of the bound on staleness, and the point where held-out prompts leave.
+
+A node that fires once per version (the batch component, the trainer) knows which version its next output will
+replace. A record whose oldest token is more than `staleness` versions older goes no further, is counted, and
+gives its place in the admission window back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from arriero.engine.rates import Window, repetitions, windows
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import DroppedEvent, Evaluated, Trained
+from arriero.schemas.messages import Batch, Record, RolloutGroup, ScoredGroup, Weights, oldest
+
+
+def guarded(spec: GraphSpec, node: str) -> Window | None:
+    """The loop that bounds what `node` may take; None if it doesn't fire once per version of any loop."""
+    counts = repetitions(spec)
+    found = [w for w in windows(spec) if counts[w.producer] == counts[node] and spec.node(node).inputs]
+    return min(found, key=lambda w: w.staleness, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stale:
+    """A group that is too old for the version about to be replaced."""
+
+    group: str
+    origins: tuple[int, ...]
+    detail: str
+
+
+def stale_groups(record: Record, version: int, bound: int) -> list[Stale]:
+    """The groups in `record` with a token sampled more than `bound` versions before `version`."""
+    found: dict[str, tuple[tuple[int, ...], int | None]] = {}
+    match record:
+        case RolloutGroup() | ScoredGroup():
+            found[record.id] = (record.origins, record.oldest_version)
+        case Batch():
+            for s in record.samples:
+                known = found.get(s.group, ((), None))[1]
+                found[s.group] = ((s.origin,), oldest([known, s.oldest_version]))
+        case _:
+            pass
+    return [
+        Stale(group=group, origins=origins, detail=f"sampled by version {old}, version {version} is about to be replaced")
+        for group, (origins, old) in found.items()
+        if old is not None and version - old > bound
+    ]
+
+
+def held_out(record: Record) -> Evaluated | None:
+    """The ledger's event for a held-out prompt that came back; None for a training record."""
+    if not isinstance(record, ScoredGroup) or record.group.prompt.split != "eval":
+        return None
+    prompt = record.group.prompt
+    return Evaluated(
+        id=prompt.id, origin=prompt.origins[0], version=prompt.min_version,
+        values=tuple(s.value for s in record.scores), outcomes=tuple(s.outcome for s in record.scores),
+    )  # fmt: skip
+
+
+def dropped(node: str, stale: Stale) -> DroppedEvent:
+    return DroppedEvent(node=node, parent=stale.group, origins=stale.origins, reason="stale", detail=stale.detail)
+
+
+def trained(node: str, weights: Weights, batch: Record) -> Trained:
+    """The ledger's event for one optimizer step. Staleness is measured over all sampled tokens of the batch."""
+    samples = batch.samples if isinstance(batch, Batch) else ()
+    ages = [weights.version - 1 - s.versions[s.versions >= 0] for s in samples if s.versions is not None]
+    age = np.concatenate(ages) if ages else np.zeros(0, np.int32)
+    return Trained(
+        node=node, version=weights.version, batch=batch.id, origins=batch.origins,
+        tokens=sum(int(s.mask.sum()) for s in samples),
+        staleness_max=int(age.max(initial=0)), staleness_mean=float(age.mean()) if len(age) else 0.0,
+        reward_mean=float(np.mean([s.reward for s in samples])) if samples else 0.0,
+        metrics=weights.metrics,
+    )  # fmt: skip

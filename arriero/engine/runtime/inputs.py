@@ -1,0 +1,184 @@
+"""The two things that stand behind a `Stream` while a component runs: an edge, and a loop.
+
+An edge leases a few records ahead (`want`) and decodes them; at the moment a component takes one, `accept` may
+refuse it (stale, held out) and answer for it itself. A loop keeps the newest version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from arriero.engine.broker import Broker, Consumer, EdgeEnded, Lease
+from arriero.engine.codec import CodecError, decode
+from arriero.engine.runtime.waits import NodeClock
+from arriero.schemas.messages import Record, Weights
+
+R = TypeVar("R", bound=Record)
+_LEASE_WAIT_S = 5.0
+_MOST_AT_ONCE = 8
+
+Accept = Callable[[Lease, R], R | None]
+Poisoned = Callable[[Lease, str], Awaitable[None]]
+
+
+class EdgeSource(Generic[R]):
+    """Records of one edge, leased ahead of the component.
+
+    | state    | moved by                                          |
+    |----------|---------------------------------------------------|
+    | leased   | `_fetch`: at most `want` leases nobody has taken   |
+    | taken    | the component, through `next` or `poll`            |
+    | answered | the node, when the output is durable: it acks      |
+    """
+
+    def __init__(
+        self, consumer: Consumer, kind: type[R], *, name: str, clock: NodeClock, accept: Accept[R],
+        poisoned: Poisoned, want: int,
+    ) -> None:  # fmt: skip
+        self._consumer, self._kind, self.name, self._clock = consumer, kind, name, clock
+        self._accept, self._poisoned = accept, poisoned
+        self._want, self._ahead = want, 0
+        self._ready: deque[tuple[Lease, R]] = deque()
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self.ended = False
+        self._error: BaseException | None = None
+        self.taken: dict[str, tuple[Lease, R]] = {}
+        self._fetchers: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to lease; `stop` ends it."""
+        self._fetchers = [asyncio.create_task(self._fetch()) for _ in range(min(self._want, _MOST_AT_ONCE))]
+
+    async def stop(self) -> None:
+        """Lease nothing more and give back what nobody has taken."""
+        for task in self._fetchers:
+            task.cancel()
+        await asyncio.gather(*self._fetchers, return_exceptions=True)
+        for lease, _ in self._ready:
+            await lease.nack()
+        self._ready.clear()
+
+    async def next(self) -> R | None:
+        while True:
+            if (record := self.poll()) is not None:
+                return record
+            if self.ended:
+                return None
+            self._changed.clear()
+            await self._clock.wait(self._changed.wait(), self.name)
+
+    def poll(self) -> R | None:
+        if self._error is not None:
+            raise self._error
+        while self._ready:
+            if (record := self._take()) is not None:
+                return record
+        return None
+
+    async def at(self, version: int) -> R:
+        raise TypeError(f"{self.name} is no loop; only a loop has versions")
+
+    def _take(self) -> R | None:
+        lease, arrived = self._ready.popleft()
+        self._ahead -= 1
+        self._room.set()
+        if (record := self._accept(lease, arrived)) is None:
+            return None
+        self.taken[record.id] = (lease, record)
+        self._clock.start()
+        self._clock.taken += 1
+        return record
+
+    async def _fetch(self) -> None:
+        try:
+            while True:
+                while self._ahead >= self._want:
+                    self._room.clear()
+                    await self._room.wait()
+                self._ahead += 1
+                if not await self._fetch_one():
+                    self._ahead -= 1
+        except EdgeEnded:
+            self.ended = True
+        except Exception as error:  # noqa: BLE001  # carried to the component's coroutine, which raises it
+            self._error = error
+        self._changed.set()
+
+    async def _fetch_one(self) -> bool:
+        """Whether a record is ready that wasn't."""
+        lease = await self._consumer.lease(wait_s=_LEASE_WAIT_S)
+        if lease is None:
+            return False
+        try:
+            record = decode(lease.payload, self._kind)
+        except CodecError as error:
+            await self._poisoned(lease, str(error))
+            return False
+        self._ready.append((lease, record))
+        self._changed.set()
+        return True
+
+
+class LoopSource:
+    """Versions of a loop: the newest, and the few before it that the weight plane still holds."""
+
+    def __init__(self, broker: Broker, log: str, kind: type[Weights], *, name: str, clock: NodeClock, keep: int) -> None:
+        self._broker, self._log, self._kind, self.name, self._clock = broker, log, kind, name, clock
+        self._kept: dict[int, Weights] = {}
+        self._keep = keep
+        self._newest = self._taken = -1
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._follow())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def next(self) -> Weights:
+        while (record := self.poll()) is None:
+            await self._wait(f"a version of {self.name} after {self._taken}")
+        return record
+
+    def poll(self) -> Weights | None:
+        if self._error is not None:
+            raise self._error
+        if self._newest <= self._taken:
+            return None
+        self._taken = self._newest
+        return self._kept[self._newest]
+
+    async def at(self, version: int) -> Weights:
+        while self._newest < version:
+            await self._wait(f"version {version} of {self.name}")
+        self._taken = max(self._taken, version)
+        if version not in self._kept:
+            raise LookupError(f"version {version} of {self.name} is no longer kept; the newest is {self._newest}")
+        return self._kept[version]
+
+    async def _wait(self, what: str) -> None:
+        if self._error is not None:
+            raise self._error
+        self._changed.clear()
+        await self._clock.wait(self._changed.wait(), what)
+
+    async def _follow(self) -> None:
+        try:
+            async for payload in self._broker.follow(self._log, newest_only=self._keep == 1):
+                record = decode(payload, self._kind)
+                self._kept[record.version] = record
+                self._kept.pop(record.version - self._keep, None)
+                self._newest = max(self._newest, record.version)
+                self._changed.set()
+        except Exception as error:  # noqa: BLE001  # carried to the component's coroutine, which raises it
+            self._error = error
+            self._changed.set()

@@ -1,0 +1,79 @@
+"""Writing to and reading from the two logs that all roles share: the ledger and control."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from arriero.engine.broker import Broker
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import (
+    CONTROL, CONTROL_LOG, EVENT, LEDGER_LOG, Admitted, Control, DroppedEvent, Ended, Evaluated, Event, Stop, Trained,
+)  # fmt: skip
+
+
+def event_id(event: Event) -> str:
+    """What makes an event the same one when it is written again after a restart."""
+    match event:
+        case Admitted():
+            return f"admitted:{event.id}"
+        case DroppedEvent():
+            return f"dropped:{event.parent}"
+        case Trained():
+            return f"trained:{event.node}:{event.version}"
+        case Evaluated():
+            return f"evaluated:{event.id}"
+
+
+async def record(broker: Broker, event: Event) -> None:
+    """Append `event` to the ledger; returns when it is durable."""
+    await broker.append(LEDGER_LOG, event_id(event), EVENT.dump_json(event))
+
+
+async def follow_ledger(broker: Broker) -> AsyncIterator[Event]:
+    """All events from the first on, without end."""
+    async for payload in broker.follow(LEDGER_LOG):
+        yield EVENT.validate_json(payload)
+
+
+async def announce(broker: Broker, message: Control) -> None:
+    """Append `message` to the control log."""
+    name = f"ended:{message.node}:{message.replica}" if isinstance(message, Ended) else "stop"
+    await broker.append(CONTROL_LOG, name, CONTROL.dump_json(message))
+
+
+async def follow_control(broker: Broker) -> AsyncIterator[Control]:
+    """All control messages from the first on, without end."""
+    async for payload in broker.follow(CONTROL_LOG):
+        yield CONTROL.validate_json(payload)
+
+
+class Progress:
+    """Which nodes have ended, from the control log; somebody has to run `follow`."""
+
+    def __init__(self, spec: GraphSpec, broker: Broker) -> None:
+        self._spec, self._broker = spec, broker
+        self._ended: dict[str, set[int]] = {n.name: set() for n in spec.nodes}
+        self._sinks = [n.name for n in spec.nodes if not spec.consumers(n.name)]
+        self.consumers_left = {n.name: asyncio.Event() for n in spec.nodes if spec.consumers(n.name)}
+        self.sinks_ended = asyncio.Event()
+        self.stopped = asyncio.Event()
+
+    def ended(self, node: str) -> bool:
+        return len(self._ended[node]) >= self._spec.node(node).replicas
+
+    async def follow(self) -> None:
+        async for message in follow_control(self._broker):
+            match message:
+                case Ended():
+                    self._ended[message.node].add(message.replica)
+                    self._update()
+                case Stop():
+                    self.stopped.set()
+
+    def _update(self) -> None:
+        for name, event in self.consumers_left.items():
+            if all(self.ended(c.name) for c, _ in self._spec.consumers(name)):
+                event.set()
+        if all(self.ended(name) for name in self._sinks):
+            self.sinks_ended.set()

@@ -1,0 +1,101 @@
+"""The ledger folded: what became of every prompt, and whether the account balances.
+
+A training prompt is admitted, then trained or dropped, once: `admitted = trained + dropped + in flight`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Trained
+
+_IN_FLIGHT, _TRAINED, _DROPPED = 1, 2, 3
+
+
+class LedgerError(RuntimeError):
+    """The record contradicts itself: a prompt trained twice, or dropped after it was trained."""
+
+
+class Ledger:
+    """State after the events applied so far. Training prompts have origins 0, 1, ... without gaps.
+
+    With several trainers in a graph a prompt counts as trained when the first of them has trained it; each
+    of them may train it once.
+    """
+
+    def __init__(self) -> None:
+        self._state = bytearray()
+        self._trained_by: dict[str, set[int]] = {}
+        self.admitted = self.trained = 0
+        self.dropped: Counter[str] = Counter()
+        self.versions: dict[str, int] = {}
+        self.staleness_max = 0
+        self.held_out_sent = self.held_out_back = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.admitted - self.trained - self.dropped.total()
+
+    @property
+    def in_flight_origins(self) -> list[int]:
+        return [k for k, state in enumerate(self._state) if state == _IN_FLIGHT]
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether held-out prompts are still under way."""
+        return self.held_out_sent > self.held_out_back
+
+    def version(self, node: str) -> int:
+        """The newest version that `node` has made; 0 before its first step."""
+        return self.versions.get(node, 0)
+
+    def apply(self, event: Event) -> None:
+        """Take one event into account. Raises LedgerError if it contradicts an earlier one."""
+        match event:
+            case Admitted():
+                self._admit(event)
+            case Trained():
+                self._train(event)
+            case DroppedEvent():
+                self._drop(event)
+            case Evaluated():
+                self.held_out_back += 1
+
+    def _admit(self, event: Admitted) -> None:
+        if event.split == "eval":
+            self.held_out_sent += 1
+            return
+        if event.origin != len(self._state):
+            raise LedgerError(f"prompt {event.id} is admitted as number {event.origin}; {len(self._state)} comes next")
+        self._state.append(_IN_FLIGHT)
+        self.admitted += 1
+
+    def _train(self, event: Trained) -> None:
+        mine = self._trained_by.setdefault(event.node, set())
+        for k in event.origins:
+            state = self._known(k, f"trained in version {event.version}")
+            if k in mine or state == _DROPPED:
+                earlier = "dropped" if state == _DROPPED else "trained"
+                raise LedgerError(f"prompt number {k} is trained in version {event.version}, but was {earlier} before")
+            mine.add(k)
+            if state == _IN_FLIGHT:
+                self._state[k] = _TRAINED
+                self.trained += 1
+        self.versions[event.node] = event.version
+        self.staleness_max = max(self.staleness_max, event.staleness_max)
+
+    def _drop(self, event: DroppedEvent) -> None:
+        for k in event.origins:
+            if k < 0:
+                self.held_out_back += 1
+            elif (state := self._known(k, f"dropped by {event.node}")) == _IN_FLIGHT:
+                self._state[k] = _DROPPED
+                self.dropped[event.reason] += 1
+            else:
+                earlier = "trained" if state == _TRAINED else "dropped"
+                raise LedgerError(f"prompt number {k} is dropped by {event.node}, but was {earlier} before")
+
+    def _known(self, k: int, how: str) -> int:
+        if not 0 <= k < len(self._state):
+            raise LedgerError(f"prompt number {k} is {how}, but was never admitted")
+        return self._state[k]
