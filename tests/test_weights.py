@@ -13,6 +13,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import IO
 from uuid import uuid4
 
@@ -232,6 +233,7 @@ def test_mangled_names_are_received_0_of_n(url: str, receiver: WeightReceiver) -
     ("change", "message"),
     [
         ({"norm": None}, "received 6 of 7 tensors of version 3; no place for norm"),
+        ({"none": None}, "received 6 of 7 tensors of version 3; no place for none"),
         ({"other": torch.zeros(2)}, "received 7 of 7 tensors of version 3; nothing for other"),
         (
             {"norm": torch.zeros(71, dtype=torch.float16)},
@@ -361,6 +363,27 @@ def test_a_reader_overtaken_in_the_middle_sees_it(url: str, receiver: WeightRece
     assert sender.overtaken == ()
 
 
+def test_nobody_begins_to_read_what_is_about_to_be_overwritten(url: str, receiver: WeightReceiver) -> None:
+    sender = WeightSender(url, model(), lease_timeout_s=60)
+    old, new = sender.publish(0, model()), sender.publish(1, model(1))
+    segment = Segment.open(url)
+    entry = segment.claim("generator-1")
+    with segment.leased(entry, old.slot, old.version):
+        overwriting = Thread(target=sender.publish, args=(2, model(2)))
+        overwriting.start()
+        until = time.monotonic() + 10
+        while not segment.state(old.slot).closed and time.monotonic() < until:
+            time.sleep(0.001)
+        with pytest.raises(StaleWeights, match="version 0 is no longer in slot 0"):
+            receiver.receive(old, like(model()))
+        receiver.receive(new, like(model()))
+        assert overwriting.is_alive()
+    overwriting.join(timeout=10)
+    assert not overwriting.is_alive()
+    assert sender.overtaken == ()
+    segment.close()
+
+
 # What a sender refuses
 
 
@@ -386,13 +409,13 @@ def test_a_second_living_sender_is_refused_and_a_restarted_one_keeps_what_was_an
     first = WeightSender(url, model())
     with pytest.raises(WeightError, match="belongs to another sender that is alive"):
         WeightSender(url, model())
-    first.publish(0, model(0))
-    announced = first.publish(1, model(1))
+    _, _, announced = [first.publish(version, model(version)) for version in range(3)]
+    assert announced.slot == 0
     first.close()
     receiver.receive(announced, like(model()))
     restarted = WeightSender(url, model())
     receiver.receive(announced, like(model()))
-    assert restarted.publish(1, model(1)).slot == 0
+    assert restarted.publish(1, model(1)).slot == 1  # replays from its checkpoint
     receiver.receive(announced, like(model()))
     restarted.close()
     larger = {**model(), "more": torch.ones(3)}

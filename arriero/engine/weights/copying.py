@@ -106,7 +106,7 @@ def _check_buffer(spec: TensorSpec, slot: Bytes) -> None:
 def _check_cast(spec: TensorSpec, sent: Tensor, held: Tensor) -> None:
     want, got = sent.to(held.dtype), held.to("cpu")
     # Bytes first: comparing them is fast, and they differ only where a NaN has two encodings.
-    if not torch.equal(_bits(want), _bits(got)):
+    if not np.array_equal(_as_bytes(want.contiguous()), _as_bytes(got.contiguous())):
         values, found = want.double(), got.double()
         if not bool(((values == found) | (values.isnan() & found.isnan())).all()):
             raise WeightError(
@@ -118,10 +118,6 @@ def _check_cast(spec: TensorSpec, sent: Tensor, held: Tensor) -> None:
             overflow = int((sent.double().isfinite() & ~values.isfinite()).sum())
             if overflow:
                 raise WeightError(f"{spec.name}: {overflow} values of {spec.dtype} overflow in {held.dtype}")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def _copy(sent: Tensor, held: Tensor, staging: Staging) -> None:
