@@ -1,0 +1,171 @@
+"""Supervised fine-tuning data: examples from a file, and batches of them with the response trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterable
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import ConfigDict, JsonValue, NonNegativeInt, PositiveInt, model_validator
+from pydantic.dataclasses import dataclass
+
+from arriero.components.datasets import path_problem, permutation, read_rows
+from arriero.engine.errors import UserError
+from arriero.engine.graph import GraphView, Rates
+from arriero.engine.stream import Stream
+from arriero.schemas.messages import Batch, Dropped, Example, Sample
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ExampleSource:
+    """Examples from JSONL or Parquet at any fsspec URL, in `PromptSource`'s order. A string is a path."""
+
+    path: str
+    prompt_field: str = "prompt"
+    response_field: str = "response"
+    epochs: PositiveInt | None = None  # None: for ever
+    shuffle: bool = True
+    seed: NonNegativeInt = 0
+    limit: PositiveInt | None = None  # rows used, from the first
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    async def run(self) -> AsyncIterator[Example]:
+        rows = read_rows(self.path)[: self.limit]
+        pairs = [
+            (r.text(self.prompt_field, "prompt_field"), r.text(self.response_field, "response_field"))
+            for r in rows
+        ]
+        for epoch in count() if self.epochs is None else range(self.epochs):
+            order = permutation(self.seed, epoch, len(pairs)) if self.shuffle else range(len(pairs))
+            for row in map(int, order):
+                yield Example(id=f"e{epoch}-r{row}", prompt=pairs[row][0], response=pairs[row][1])
+
+    def problems(self, view: GraphView) -> Iterable[str]:
+        if self.path.startswith("reasoning_gym:"):
+            yield f"{self.path} has questions but no responses to imitate; give a file"
+        elif problem := path_problem(self.path):
+            yield problem
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SupervisedBatch:
+    """Batches of `examples` examples, tokenised as the model directory `model` says.
+
+    Prompt and response are tokenised apart, so that the border between them is a border of tokens; trained on
+    are the response and the end-of-sequence token after it. An example of more than `max_length` tokens is
+    dropped as too long, never cut. The last batch may be smaller unless `drop_last`.
+    """
+
+    model: str
+    examples: PositiveInt
+    max_length: PositiveInt
+    drop_last: bool = False
+
+    def rates(self) -> Rates:
+        return Rates(consumes={"examples": self.examples})
+
+    def problems(self, view: GraphView) -> Iterable[str]:
+        if not (Path(self.model) / "tokenizer.json").is_file():
+            yield _no_tokenizer(self.model)
+
+    async def run(self, examples: Stream[Example]) -> AsyncIterator[Batch | Dropped]:
+        tokenizer = _tokenizer(self.model)
+        eos = _eos_id(self.model, tokenizer)
+        samples: list[Sample] = []
+        async for example in examples:
+            prompt, response = _token_ids(tokenizer, eos, example)
+            length = len(prompt) + len(response)
+            if length > self.max_length:
+                detail = f"{length} tokens, max_length is {self.max_length}"
+                yield Dropped(parent=example.id, reason="too_long", detail=detail)
+                continue
+            samples.append(_sample(example, prompt, response))
+            if len(samples) == self.examples:
+                yield _batch(samples)
+                samples = []
+        if samples and not self.drop_last:
+            yield _batch(samples)
+        elif samples:
+            for sample in samples:
+                detail = f"last {len(samples)} of {self.examples} examples"
+                yield Dropped(parent=sample.group, reason="filtered", detail=detail)
+
+
+def _batch(samples: list[Sample]) -> Batch:
+    origins = tuple(sorted({s.origin for s in samples if s.origin >= 0}))
+    return Batch(parents=tuple(s.group for s in samples), origins=origins, samples=tuple(samples))
+
+
+def _sample(example: Example, prompt: list[int], response: list[int]) -> Sample:
+    mask = np.arange(len(prompt) + len(response)) >= max(len(prompt), 1)  # nothing predicts the first token
+    return Sample(
+        group=example.id,
+        tokens=np.array(prompt + response, dtype=np.int32),
+        mask=mask,
+        advantages=mask.astype(np.float32),
+        origin=example.origins[0] if example.origins else -1,
+    )
+
+
+def _token_ids(tokenizer: Tokenizer, eos: int, example: Example) -> tuple[list[int], list[int]]:
+    prompt = tokenizer.encode(example.prompt).ids
+    if prompt and prompt[-1] == eos:
+        prompt = prompt[:-1]  # some tokenizers end every text; here the text goes on
+    return prompt, [*tokenizer.encode(example.response, add_special_tokens=False).ids, eos]
+
+
+def _tokenizer(model: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    path = Path(model) / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(_no_tokenizer(model))
+    tokenizer = Tokenizer.from_file(str(path))
+    # A file may carry the truncation and padding of its training.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _no_tokenizer(model: str) -> str:
+    return (
+        f"model={model!r}: no tokenizer.json in this directory; give a model directory in Hugging Face format"
+    )
+
+
+def _eos_id(model: str, tokenizer: Tokenizer) -> int:
+    """The id that ends a text: the tokenizer's `eos_token`, else what the generation or model config says."""
+    token = _setting(model, "tokenizer_config.json", "eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if isinstance(token, str) and (found := tokenizer.token_to_id(token)) is not None:
+        return found
+    for file in ("generation_config.json", "config.json"):
+        value = _setting(model, file, "eos_token_id")
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, int):
+            return value
+    raise UserError(
+        f"model={model!r}: no eos_token in tokenizer_config.json nor eos_token_id in its configs; add one"
+    )
+
+
+def _setting(model: str, file: str, key: str) -> JsonValue:
+    path = Path(model) / file
+    if not path.is_file():
+        return None
+    values: dict[str, JsonValue] = json.loads(path.read_text(encoding="utf-8"))
+    return values.get(key)
