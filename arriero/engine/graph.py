@@ -68,6 +68,13 @@ class HasEvaluation(Protocol):
 
 
 @runtime_checkable
+class HasWant(Protocol):
+    """A component that works on many records at once: how many it would hold, at most."""
+
+    def want(self) -> int: ...
+
+
+@runtime_checkable
 class HasLimit(Protocol):
     """A component that stops by itself after so many outputs (not counting a version 0); None: never."""
 

@@ -42,6 +42,7 @@ class NodeStatus(Message):
     given: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
     ended: bool = False
+    counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
 
 
 class RoleStatus(Message):
@@ -70,6 +71,7 @@ class RunSummary(Message):
     groups_admitted: NonNegativeInt = 0
     groups_trained: NonNegativeInt = 0
     groups_dropped: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     tokens_per_s: dict[str, float] = Field(default_factory=dict)
     idle_share: dict[str, float] = Field(default_factory=dict)
     wall_s: NonNegativeFloat = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,18 @@ class Context:
     deterministic: bool
     staleness: int
     loop: str
+    count: Callable[[str, int], None] = lambda name, number: None
+    """Add to a named counter of this node, shown in its status and in the summary."""
+
+    @property
+    def weights_url(self) -> str:
+        """Where the weight plane carries the versions of the node's loop."""
+        return weights_url(self.run_id, self.loop)
+
+
+def weights_url(run_id: str, loop: str) -> str:
+    """The weight plane of one loop of one run."""
+    return f"shm://arriero-{run_id}-{loop}"
 
 
 _CURRENT: ContextVar[Context] = ContextVar("arriero_context")

@@ -10,13 +10,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from arriero.engine.broker import Broker, Lease
-from arriero.engine.graph import Graph, Node, PerRecord
+from arriero.engine.graph import Graph, HasWant, Node, PerRecord
+from arriero.engine.rates import windows
 from arriero.engine.runtime.context import Context, enter
 from arriero.engine.runtime.guard import dropped, guarded, held_out, stale_groups, trained
 from arriero.engine.runtime.inputs import EdgeSource, LoopSource
@@ -43,8 +46,9 @@ class NodeRunner:
     ) -> None:  # fmt: skip
         node = graph.nodes[name]
         self.graph, self.spec, self.node, self.broker, self.options = graph, spec, node, broker, options
-        self.context, self.progress, self.world = context, progress, world
+        self.progress, self.world = progress, world
         self.clock = NodeClock(node.name, bound_s=options.wait_bound_s)
+        self.context = replace(context, count=self.clock.count)
         self._window = guarded(spec, node.name)
         self._loops = tuple(loop.name for loop in spec.loops if loop.producer == node.name)
         self._edges: dict[str, EdgeSource[Any]] = {}
@@ -161,7 +165,7 @@ class NodeRunner:
             live = self._edges[port] = EdgeSource(
                 self.broker.consumer(stream.source, f"{self.node.name}-{port}"), stream.record,
                 name=f"a record of {stream.source}", clock=self.clock, accept=self._accept, poisoned=self._poisoned,
-                want=_want(self.node, port),
+                want=_want(self.spec, self.node, port),
             )  # fmt: skip
         return Stream(stream.source, stream.record, live)
 
@@ -222,10 +226,14 @@ class NodeRunner:
             )
 
 
-def _want(node: Node, port: str) -> int:
-    """Records leased ahead: what a firing takes; one for a component that takes them one by one."""
-    own = getattr(node.component, "want", None)
-    return int(own()) if callable(own) else max(1, node.rates.consumes.get(port, 1))
+def _want(spec: GraphSpec, node: Node, port: str) -> int:
+    """Records leased ahead: what a firing takes. A component that works on many at once says how many, but one
+    replica takes no more than its share of a version, or it would leave the others idle."""
+    if not isinstance(node.component, HasWant):
+        return max(1, node.rates.consumes.get(port, 1))
+    followed = {s.source for s in node.inputs.values() if isinstance(s, Loop)}
+    shares = [math.ceil(w.per_version / node.replicas) for w in windows(spec) if w.loop in followed]
+    return max(1, min([node.component.want(), *shares]))
 
 
 def _sampled_tokens(output: Record) -> int:

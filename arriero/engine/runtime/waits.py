@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ class NodeClock:
         self._waits: dict[int, tuple[str, float]] = {}
         self._idle_s = 0.0
         self.taken = self.given = self.tokens = 0
+        self.counts: Counter[str] = Counter()
 
     def start(self) -> None:
         """The first record has come: busy and idle time count from here."""
@@ -35,6 +37,9 @@ class NodeClock:
 
     def stop(self) -> None:
         self._stopped = time.monotonic()
+
+    def count(self, name: str, number: int) -> None:
+        self.counts[name] += number
 
     async def wait(self, awaitable: Awaitable[T], what: str) -> T:
         """The result of `awaitable`; the node is idle meanwhile. Raises WaitTimeout after the bound."""
@@ -60,4 +65,5 @@ class NodeClock:
             node=self.node, waits_for=what, waits_s=max(now - since, 0.0),
             busy_s=max(now - self._started - idle_s, 0.0) if self._started is not None else 0.0, idle_s=idle_s,
             taken=self.taken, given=self.given, tokens=self.tokens, ended=self._stopped is not None,
+            counts=dict(self.counts),
         )  # fmt: skip

@@ -1,0 +1,49 @@
+"""The configuration that policy-gradient pipelines share; a pipeline adds what is its own."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from arriero.components.generator import Generator
+from arriero.components.losses import Aggregation, Loss
+from arriero.components.optimizer import AdamW
+from arriero.components.prompts import PromptSource
+from arriero.components.rewards import ExactMatch, Reward
+from arriero.components.sampling import Sampling
+from arriero.components.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class PolicyGradientConfig:
+    """Model, data, reward, and how many of everything.
+
+    One step trains on `groups_per_step` prompts with `samples` rollouts each. `staleness` bounds the age of a
+    token in versions: 0 is synchronous, 1 is LlamaRL's one-step delay.
+    """
+
+    model: str
+    data: PromptSource
+    reward: Reward = field(default_factory=ExactMatch)
+    sampling: Sampling = field(default_factory=Sampling)
+    optimizer: AdamW = field(default_factory=AdamW)
+    steps: PositiveInt = 100
+    staleness: NonNegativeInt = 0
+    groups_per_step: PositiveInt = 32
+    samples: PositiveInt = 8
+    generators: PositiveInt = 1
+    rewards: PositiveInt = 1
+    ranks: PositiveInt = 1
+    slots: PositiveInt = 256
+    token_budget: PositiveInt = 8192
+
+    def generator(self) -> Generator:
+        return Generator(model=self.model, samples=self.samples, sampling=self.sampling, slots=self.slots)
+
+    def trainer(self, loss: Loss, aggregation: Aggregation = "token_mean") -> Trainer:
+        return Trainer(
+            model=self.model, loss=loss, steps=self.steps, optimizer=self.optimizer, aggregation=aggregation,
+            token_budget=self.token_budget,
+        )  # fmt: skip

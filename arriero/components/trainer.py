@@ -1,0 +1,118 @@
+"""The trainer: one optimizer step per batch, a new version after each, published before it is announced."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import field
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+
+from pydantic import ConfigDict, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from arriero.components.compute import ComputeThread
+from arriero.components.losses import Aggregation, Loss
+from arriero.components.model_directory import check_model_directory
+from arriero.components.optimizer import AdamW
+from arriero.components.sampling import Sampling
+from arriero.engine.graph import GraphView
+from arriero.engine.runtime.context import Context, current
+from arriero.engine.stream import Stream
+from arriero.schemas.messages import Batch, Weights
+
+if TYPE_CHECKING:
+    from arriero.components.training import TrainState
+    from arriero.engine.weights import WeightSender
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A component upstream that draws tokens from the policy."""
+
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
+class Trainer:
+    """Trains `model` for `steps` optimizer steps, and saves it under `model/` of the run directory.
+
+    Micro-batches hold up to `token_budget` tokens, padding included; they don't change the result. With several
+    ranks every rank trains its share of each batch. `horizon` is the divisor of `aggregation="fixed_length"`.
+    """
+
+    model: str
+    loss: Loss
+    steps: PositiveInt
+    optimizer: AdamW = field(default_factory=AdamW)
+    aggregation: Aggregation = "token_mean"
+    horizon: PositiveFloat | None = None
+    token_budget: PositiveInt = 8192
+    save: bool = True
+    computes: ClassVar[bool] = True
+
+    def limit(self) -> int | None:
+        return self.steps
+
+    def problems(self, view: GraphView) -> Iterable[str]:
+        yield from check_model_directory(self.model)
+        loss = type(self.loss).__name__
+        if self.aggregation == "fixed_length" and self.horizon is None:
+            yield "aggregation=fixed_length needs horizon, the number of tokens to divide by"
+        if view.staleness and self.loss.needs_behaviour and not self.loss.ratio_control:
+            yield f"staleness {view.staleness} with {loss}, which has no ratio control; use AIPO or a clipped loss"
+        if view.staleness and not self.loss.needs_behaviour:
+            yield f"staleness {view.staleness} with {loss}, which ignores who sampled the data; use AIPO or a clipped loss"
+        for sampler in view.upstream(Samples):
+            if sampler.sampling.top_p < 1.0 or sampler.sampling.greedy:
+                yield (
+                    f"the rollouts are sampled with top_p={sampler.sampling.top_p}, greedy={sampler.sampling.greedy}: "
+                    "the trainer can't reproduce those log-probabilities; use top_p=1 and greedy=false for training"
+                )
+        if self.loss.needs_behaviour and not view.upstream(Samples):
+            yield f"{loss} needs behaviour log-probabilities, but nothing upstream samples; use CrossEntropy"
+
+    async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
+        context = current()
+        with ComputeThread("trainer") as compute:
+            state = await compute(self._load)
+            publish = _Publisher(state, context)
+            yield await compute(publish, 0, {})
+            async for batch in batches:
+                metrics = await compute(state.step, batch)
+                yield await compute(publish, state.version, metrics)
+                if state.version == self.steps:
+                    break
+            if self.save and context.rank == 0:
+                await compute(state.save, context.run_dir / "model")
+
+    def _load(self) -> TrainState:
+        import torch
+        import torch.distributed as dist
+
+        from arriero.components.training import TrainState, load_policy
+
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        model, tokenizer = load_policy(self.model, device=device)
+        return TrainState(
+            model, tokenizer, loss=self.loss, optimizer=self.optimizer, steps=self.steps,
+            token_budget=self.token_budget, aggregation=self.aggregation, horizon=self.horizon or 0,
+            group=dist.group.WORLD if dist.is_initialized() else None,
+        )  # fmt: skip
+
+
+class _Publisher:
+    """Makes the `Weights` record of a version; where a loop follows, the bytes go onto the weight plane first."""
+
+    def __init__(self, state: TrainState, context: Context) -> None:
+        from arriero.engine.weights import WeightSender
+
+        self._state = state
+        self._sender: WeightSender | None = None
+        if context.loop and context.rank == 0:
+            self._sender = WeightSender(
+                context.weights_url, state.state_dict_for_weights(), slots=context.staleness + 2
+            )
+
+    def __call__(self, version: int, metrics: dict[str, float]) -> Weights:
+        tensors = self._state.state_dict_for_weights()
+        manifest = self._sender.publish(version, tensors) if self._sender is not None else None
+        return Weights(version=version, manifest=manifest, metrics=metrics)

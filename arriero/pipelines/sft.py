@@ -1,0 +1,41 @@
+"""Supervised fine-tuning: the responses of a data set, by cross-entropy."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from pydantic import ConfigDict, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from arriero.components.losses import CrossEntropy
+from arriero.components.optimizer import AdamW
+from arriero.components.supervised import ExampleSource, SupervisedBatch
+from arriero.components.trainer import Trainer
+from arriero.engine.graph import Graph
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class SFTConfig:
+    """One step trains on `examples_per_step` examples of at most `max_length` tokens."""
+
+    model: str
+    data: ExampleSource
+    optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
+    steps: PositiveInt = 100
+    examples_per_step: PositiveInt = 32
+    max_length: PositiveInt = 512
+    ranks: PositiveInt = 1
+    token_budget: PositiveInt = 8192
+
+
+def sft(cfg: SFTConfig) -> Graph:
+    """No loop: nothing samples, so nobody waits for versions."""
+    g = Graph("sft")
+    examples = g.add(cfg.data, name="examples")()
+    batcher = SupervisedBatch(model=cfg.model, examples=cfg.examples_per_step, max_length=cfg.max_length)
+    batches = g.add(batcher, name="batch")(examples)
+    trainer = Trainer(
+        model=cfg.model, loss=CrossEntropy(), steps=cfg.steps, optimizer=cfg.optimizer, token_budget=cfg.token_budget
+    )
+    g.add(trainer, ranks=cfg.ranks)(batches)
+    return g
