@@ -276,6 +276,16 @@ def test_half_precision_parameters_are_refused() -> None:
         state_of(model)
 
 
+def test_computing_in_bfloat16_leaves_losses_and_weights_in_float32() -> None:
+    batch = random_batch([9, 14, 5], prompt=3)
+    model = tiny_llama(scale=5.0)
+    rough = TrainState(model, loss=AIPO(rho=1.2), optimizer=GENTLE, steps=10, precision="bfloat16")
+    exact, close = state_of().step(batch), rough.step(batch)
+    assert close["loss"] != exact["loss"]
+    assert close["loss"] == pytest.approx(exact["loss"], rel=0.05)
+    assert {t.dtype for t in rough.state_dict_for_weights().values()} == {torch.float32}
+
+
 def test_supervised_training_lowers_the_loss_and_reports_no_ratio() -> None:
     batch = Batch(samples=tuple(random_sample(12, seed=s, supervised=True) for s in range(4)))
     state = state_of(loss=CrossEntropy(), optimizer=AdamW(lr=1e-2))
