@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from arriero.components.datasets import permutation
 from arriero.components.prompts import PromptSource
+from arriero.engine.codec import decode, encode
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Prompt
@@ -143,6 +144,12 @@ async def test_parquet_and_compressed_files_hold_the_same_prompts(tmp_path: Path
         assert await prompts(PromptSource(path=str(path), epochs=1)) == expected
 
 
+async def test_the_largest_numbers_of_a_message_are_kept(tmp_path: Path) -> None:
+    row: dict[str, object] = {"prompt": "p", "low": -(2**63), "high": 2**63 - 1, "real": 1e300}
+    (found,) = await prompts(PromptSource(path=write(tmp_path / "d.jsonl", [row]), epochs=1))
+    assert decode(encode(found), Prompt).metadata == row
+
+
 async def test_a_url_is_read_through_fsspec(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     with fsspec.open("memory://prompts/d.jsonl", "wt") as file:
@@ -164,6 +171,8 @@ async def test_bad_rows_are_named_by_file_and_line(tmp_path: Path) -> None:
     good = '{"prompt": "a", "answer": "b"}\n'
     assert await refused("\n\n", tmp_path) == ": no rows; one JSON object per line is needed"
     assert (await refused(good + "\n{'prompt': 1}\n", tmp_path)).startswith(":3: invalid JSON at column 2: ")
+    large = await refused(good + '{"prompt": "a", "n": ' + "9" * 20 + "}\n", tmp_path)
+    assert large == f":2: {'9' * 20} has more than 64 bits; write the number as text, in quotes"
     assert await refused(good + "[1]\n", tmp_path) == ":2: a list where a JSON object is needed"
     assert (
         await refused(good + '{"promt": "a", "answer": "b"}\n', tmp_path)

@@ -178,7 +178,16 @@ async def gym_scores(prompt: Prompt, *texts: str, reward: ReasoningGym | None = 
 
 
 @pytest.mark.parametrize(
-    "name", ["chain_sum", "arc_1d", "countdown", "n_queens", "isomorphic_strings", "prime_factorization"]
+    "name",
+    [
+        "chain_sum",
+        "arc_1d",
+        "countdown",
+        "n_queens",
+        "isomorphic_strings",
+        "gsm_symbolic",
+        "prime_factorization",
+    ],
 )
 async def test_a_set_s_own_answer_is_right_and_junk_is_wrong(name: str) -> None:
     prompt = await gym_prompt(name)

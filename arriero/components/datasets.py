@@ -128,12 +128,22 @@ def _json_lines(path: str, file: IO[str]) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            values: JsonValue = json.loads(line)
+            values: JsonValue = json.loads(line, parse_int=_int64)
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: invalid JSON at column {error.colno}: {error.msg}") from error
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}") from error
         if not isinstance(values, dict):
             raise UserError(f"{path}:{number}: a {type(values).__name__} where a JSON object is needed")
         yield Row(where=f"{path}:{number}", values=values)
+
+
+def _int64(digits: str) -> int:
+    """The number. ValueError if it doesn't fit in the 64 bits that a message holds."""
+    number = int(digits) if len(digits) <= 20 else 1 << 63  # longer ones aren't worth the parsing
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"{digits[:24]} has more than 64 bits; write the number as text, in quotes")
+    return number
 
 
 def _parquet(path: str, file: IO[bytes]) -> Iterator[Row]:
@@ -216,8 +226,13 @@ class GymRows(Sequence[Row]):
         return self._row(range(self._size)[index])
 
     def _row(self, index: int) -> Row:
-        # Through JSON at once, so that a scorer in this process sees what one behind an edge sees.
-        item: JsonObject = json.loads(json.dumps(self._dataset[index]))
+        # Through JSON at once: a scorer in this process sees what one behind an edge sees.
+        # What JSON has no form for (a Fraction) becomes text; no scorer reads it.
+        text = json.dumps(self._dataset[index], default=str)
+        try:
+            item: JsonObject = json.loads(text, parse_int=_int64)
+        except ValueError as error:
+            raise UserError(f"{GYM}{self._name}, item {index}: {error}") from error
         values: JsonObject = {**item, "dataset": self._name, "options": self._options}
         return Row(where=f"{GYM}{self._name}, item {index}", values=values)
 
