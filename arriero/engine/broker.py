@@ -161,8 +161,8 @@ class Broker(Protocol):
 
     async def depth(self, edge: str) -> Depth: ...
 
-    async def append(self, log: str, id: str, payload: bytes) -> None:
-        """Returns when the entry is durable. A known `id` is appended once."""
+    async def append(self, log: str, id: str, payload: bytes) -> bool:
+        """True when the entry is durable, False when its `id` was known: it is appended once."""
         ...
 
     def follow(self, log: str, *, newest_only: bool = False) -> AsyncIterator[bytes]:

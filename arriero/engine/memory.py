@@ -172,7 +172,7 @@ class MemoryBroker:
                     lease.prolong()
                 try:
                     self._store.beats[key] = (state(), time.monotonic(), self)
-                except Exception:
+                except Exception:  # noqa: BLE001  # the caller's function; a beat is missed, which is seen
                     _log.exception("no state for the heartbeat of %s", key)
                 if self._stop.wait(interval_s):
                     return
@@ -193,6 +193,9 @@ class MemoryBroker:
         """All that this connection has leased."""
         for lease in tuple(self.held):
             lease.give_back()
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        return list(self._store.dead)
 
     async def close(self) -> None:
         self._stop.set()

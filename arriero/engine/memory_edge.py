@@ -190,12 +190,12 @@ class MemoryEdge:
     def admit(self) -> None:
         """Store waiting puts, in order, while they fit."""
         while self.puts:
-            id, payload, stored = self.puts[0]
-            if not stored.done() and id not in self.known and not self._fits(payload):
+            key, payload, stored = self.puts[0]
+            if not stored.done() and key not in self.known and not self._fits(payload):
                 return
             self.puts.popleft()
             if not stored.done():
-                stored.set_result(self._store(id, payload))
+                stored.set_result(self._store(key, payload))
 
     def _fits(self, payload: bytes) -> bool:
         capacity = self.decl.capacity

@@ -40,6 +40,7 @@ class NatsBroker:
         self._edges: dict[str, NatsEdge] = {}
         self._consumers: list[NatsConsumer] = []
         self._held: dict[str, NatsLease] = {}
+        self._logs: set[str] = set()  # known to exist: a put to a stream that doesn't isn't answered
         self._pulse: Pulse | None = None
         self._heard: dict[str, tuple[float, bytes]] | None = None  # key -> (monotonic time, heartbeat)
 
@@ -129,6 +130,12 @@ class NatsBroker:
     # --- logs ---------------------------------------------------------------------------------------------
 
     async def append(self, log: str, id: str, payload: bytes) -> bool:
+        if log not in self._logs:
+            try:
+                await self._link.ask(f"STREAM.INFO.{self._names.log_stream(log)}", what=f"log {log}")
+            except JetStreamError:
+                raise BrokerError(f"log {log} isn't declared") from None
+            self._logs.add(log)
         return await append(self._link, self._names, log, id, payload)
 
     def follow(self, log: str, *, newest_only: bool = False) -> AsyncIterator[bytes]:

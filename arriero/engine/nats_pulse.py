@@ -66,7 +66,7 @@ class Pulse:
                 asyncio.run(self._beat())
             except BrokerError as error:
                 _log.warning("no heartbeat: %s", error)
-            except Exception:
+            except Exception:  # noqa: BLE001  # a replica without a pulse would be called dead
                 _log.exception("the pulse failed; it starts again")
                 self._stop.wait(self._interval_s)
 
@@ -89,7 +89,7 @@ class Pulse:
             lease.extended(now)
         try:
             payload = self._state()
-        except Exception:
+        except Exception:  # noqa: BLE001  # the caller's function; a beat is missed, which is seen
             _log.exception("no state for the heartbeat")
             return
         leases = [(reply, lease.lease_s) for reply, lease in held.items()]

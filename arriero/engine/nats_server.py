@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from arriero.engine.broker import BrokerError
@@ -32,7 +32,7 @@ class NatsServer:
     """A server of ours: `url` has no secret in it, `token` opens it."""
 
     url: str
-    token: str
+    token: str = field(repr=False)
     log: Path
     process: subprocess.Popen[bytes]
 
@@ -101,7 +101,7 @@ def start_server(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for us; the server goes last
-        preexec_fn=_die_with(os.getpid()),
+        preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  # one system call, nothing that takes a lock
     )
     try:
         url = _wait_for_port(folder, process, timeout_s)
@@ -135,7 +135,7 @@ log_file: {json.dumps(str(log))}
 def _write_private(path: Path, text: str) -> None:
     """Only the owner may read it, at no moment anybody else."""
     path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
 
 

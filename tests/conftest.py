@@ -1,0 +1,48 @@
+"""Fixtures shared by all tests: one real nats-server a session, and both brokers under one name."""
+
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from arriero.engine.nats_server import NatsServer, start_server
+from tests.brokers import Engine
+
+_runs = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """A server on a free port with a token of its own."""
+    server = start_server(tmp_path_factory.mktemp("nats"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A name no other test of the session uses, so that all can share one server."""
+    return f"run{next(_runs)}"
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short path, for servers that a test starts itself."""
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest_asyncio.fixture(params=["memory", "nats"])
+async def engine(
+    request: pytest.FixtureRequest, nats_server: NatsServer, run_name: str
+) -> AsyncIterator[Engine]:
+    """Both brokers in turn. Fails the test if it leaves messages on its edges."""
+    kind = str(request.param)
+    engine = Engine(kind, run_name, nats_server if kind == "nats" else None)
+    yield engine
+    try:
+        if not engine.leftovers:
+            await engine.assert_empty()
+    finally:
+        await engine.close()
