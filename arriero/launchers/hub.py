@@ -1,0 +1,161 @@
+"""The hub, first role of every launch: starts the message broker, declares all edges, says where it is.
+
+    start nats-server -> declare edges and logs -> publish hub.json -> wait for SIGTERM -> stop, clean up
+
+It also cleans up: it is told to stop last, and when the launcher dies the kernel tells it. What opens the
+broker is in the environment variable ARRIERO_TOKEN and nowhere else that others could read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from arriero.engine.broker import Broker, BrokerError, EdgeDecl
+from arriero.engine.claim_stores import FolderStore
+from arriero.engine.errors import UserError
+from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_server import NatsServer, start_server
+from arriero.engine.rates import capacities
+from arriero.launchers.parent import die_with_launcher
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import CONTROL_LOG, LEDGER_LOG, loop_log
+from arriero.schemas.messages import Message
+from arriero.schemas.run import RunOptions
+
+TOKEN = "ARRIERO_TOKEN"
+HUB_FILE = "hub.json"
+_FOLDER = "broker"
+
+
+class HubAddress(Message):
+    """`hub.json`: where the broker of this run listens."""
+
+    url: str
+
+
+def edges(spec: GraphSpec, options: RunOptions) -> list[EdgeDecl]:
+    """One edge per node that has consumers; a group per port that reads it."""
+    capacity = capacities(spec)
+    return [
+        EdgeDecl(
+            name=n.name,
+            groups=groups,
+            producers=n.replicas,
+            capacity=capacity[n.name],
+            lease_s=options.lease_s,
+            max_deliveries=options.max_deliveries,
+        )
+        for n in spec.nodes
+        if (groups := tuple(f"{c.name}-{i.port}" for c, i in spec.consumers(n.name)))
+    ]
+
+
+def logs(spec: GraphSpec) -> list[str]:
+    return [LEDGER_LOG, CONTROL_LOG, *(loop_log(loop.name) for loop in spec.loops)]
+
+
+async def declare(broker: Broker, spec: GraphSpec, options: RunOptions) -> None:
+    """Everything that the graph's roles will send on, before anybody sends."""
+    await broker.declare(edges(spec, options), logs(spec))
+
+
+async def wait_for_hub(run_dir: Path, *, bound_s: float) -> HubAddress:
+    """The address, once the hub has declared everything. Raises TimeoutError after `bound_s`."""
+    deadline = time.monotonic() + bound_s
+    while True:
+        with suppress(FileNotFoundError):
+            return HubAddress.model_validate_json((run_dir / HUB_FILE).read_bytes())
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"waited {bound_s:.0f} s for the hub to write {run_dir / HUB_FILE}; see its log"
+            )
+        await asyncio.sleep(0.02)
+
+
+def clean(run_dir: Path, run_id: str) -> None:
+    """Remove what isn't the record of a run: address, token, messages; payloads and weights in memory."""
+    (run_dir / HUB_FILE).unlink(missing_ok=True)
+    (run_dir / _FOLDER / "nats-server.conf").unlink(missing_ok=True)
+    shutil.rmtree(run_dir / _FOLDER / "store", ignore_errors=True)
+    FolderStore.in_memory(run_id).destroy()
+    # As arriero.engine.weights.destroy for every loop, without importing torch for it.
+    for segment in Path("/dev/shm").glob(f"arriero-arriero-{run_id}-*"):
+        segment.unlink(missing_ok=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 when told to stop, 2 for a mistake of the user, said in one line."""
+    die_with_launcher(signal.SIGTERM)
+    parser = argparse.ArgumentParser(prog="arriero.launchers.hub")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        return _serve(args.run_dir, args.port)
+    except (UserError, BrokerError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _serve(run_dir: Path, port: int) -> int:
+    run = RunDir(run_dir)
+    spec, options = run.read_graph(), run.read_options()
+    server = start_server(run_dir / _FOLDER, port=port, token=os.environ.get(TOKEN, ""))
+    try:
+        return asyncio.run(_declare_and_wait(run_dir, spec, options, server))
+    finally:
+        server.stop(timeout_s=2.0)
+        clean(run_dir, options.run_id)
+
+
+async def _declare_and_wait(run_dir: Path, spec: GraphSpec, options: RunOptions, server: NatsServer) -> int:
+    broker = await NatsBroker.connect(server.url, server.token, run=options.run_id)
+    try:
+        await declare(broker, spec, options)
+        _publish(run_dir / HUB_FILE, HubAddress(url=server.url))
+        await _told_or_dead(server)
+        if server.process.poll() is not None:
+            raise BrokerError(
+                f"nats-server ended by itself with code {server.process.returncode}; see {server.log}"
+            )
+        return 0
+    finally:
+        with suppress(BrokerError):
+            await asyncio.wait_for(broker.close(), 2.0)
+
+
+async def _told_or_dead(server: NatsServer) -> None:
+    """Until somebody tells us to stop, or the server ends."""
+    loop, enough = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, enough.set)
+    handle = os.pidfd_open(server.process.pid)
+    loop.add_reader(handle, enough.set)
+    try:
+        await enough.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
+def _publish(path: Path, address: HubAddress) -> None:
+    """Atomically: a role reads all of it or nothing."""
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(address.model_dump_json())
+    part.rename(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Run a checked graph: as processes of this machine through TorchX, or inline in this process.
+
+    start the app -> hub.json -> connect, follow, supervise -> stop everybody, hub last -> summary, exit code
+
+Exit codes: 0 finished, 1 a fault, 2 a mistake of the user, 130 stopped by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from arriero.engine.broker import Broker, BrokerError
+from arriero.engine.errors import UserError
+from arriero.engine.graph import Graph
+from arriero.engine.memory import MemoryBroker
+from arriero.engine.nats import NatsBroker
+from arriero.engine.runtime.journal import announce
+from arriero.engine.runtime.role import Stopped, run_role
+from arriero.engine.runtime.source import steps
+from arriero.launchers.appdef import app_def
+from arriero.launchers.failures import Failure, raised
+from arriero.launchers.hub import HUB_FILE, TOKEN, clean, declare, wait_for_hub
+from arriero.launchers.local import LocalApp, Process
+from arriero.launchers.options import LaunchOptions
+from arriero.launchers.parent import LAUNCHER
+from arriero.launchers.progress import display_for
+from arriero.launchers.reporter import Reporter
+from arriero.launchers.rundir import RunDir
+from arriero.launchers.summary import State, result_screen
+from arriero.launchers.supervise import SETTLE_S, Supervisor
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import Stop
+from arriero.schemas.run import RunOptions
+
+INTERRUPTED = 130
+_HUB_S = 60.0  # for the hub to come up on a busy machine
+# When all four run out, a stopped run is over in less than 5 s.
+_SAY_S, _LEAVE_S, _CLOSE_S, _HUB_LEAVE_S = 0.5, 1.2, 1.0, 1.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended; `failure` says why if it failed."""
+
+    state: State
+    failure: Failure | None = None
+
+
+def launch(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
+    """Run `spec` in processes of this machine until it ends; the exit code. Call it from the main thread.
+
+    `run` holds graph.json and options.json already. Raises UserError for a graph that can't be launched.
+    """
+    try:
+        return asyncio.run(_launched(spec, options, run, launch))
+    finally:
+        clean(run.path, options.run_id)
+
+
+def inline(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
+    """As `launch`, with every node in this process and no server: for tests, breakpoints and notebooks."""
+    if ranked := next((n for n in spec.nodes if n.ranks > 1), None):
+        raise UserError(
+            f"{ranked.name} has {ranked.ranks} ranks, and ranks are processes; run without --inline"
+        )
+    try:
+        return asyncio.run(_inlined(spec, options, run, launch))
+    finally:
+        clean(run.path, options.run_id)
+
+
+async def _launched(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
+    (run.path / HUB_FILE).unlink(missing_ok=True)
+    token = secrets.token_urlsafe(32)
+    python_path = os.pathsep.join(p for p in (*launch.python_path, os.environ.get("PYTHONPATH", "")) if p)
+    private = {TOKEN: token, LAUNCHER: str(os.getpid()), "PYTHONPATH": python_path}
+    definition = app_def(spec, options, run.path, port=launch.port)
+    async with _interrupts() as interrupted:
+        app = LocalApp(definition, run.logs, private)
+        try:
+            conductor = _Conductor(spec, options, run, launch, processes=app.processes)
+
+            async def work() -> None:
+                address = await wait_for_hub(run.path, bound_s=_HUB_S)
+                conductor.follow(await NatsBroker.connect(address.url, token, run=options.run_id))
+                await conductor.supervisor.all_ended()
+
+            outcome = await conductor.outcome(work(), interrupted)
+            await _end(app.processes, conductor.brokers, outcome)
+            await conductor.close()
+            await _end_hub(app.processes)
+        finally:
+            app.close()
+    return conductor.conclude(outcome)
+
+
+async def _inlined(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
+    conductor = _Conductor(spec, options, run, launch, processes=())
+    hub = MemoryBroker()
+    await declare(hub, spec, options)
+
+    async def replica(role: str, number: int) -> None:
+        broker = hub.connect()
+        try:
+            with suppress(Stopped):
+                await run_role(spec, options, role=role, replica=number, run_dir=run.path, broker=broker)
+        finally:
+            await broker.close()
+
+    async def work() -> None:
+        conductor.follow(hub)
+        async with asyncio.TaskGroup() as replicas:
+            for role, nodes in spec.roles.items():
+                for k in range(nodes[0].replicas):
+                    replicas.create_task(replica(role, k))
+        await conductor.supervisor.all_ended()
+
+    async with _interrupts() as interrupted:
+        outcome = await conductor.outcome(work(), interrupted)
+        await conductor.close()
+    return conductor.conclude(outcome)
+
+
+class _Conductor:
+    """What both ways of running have in common: supervision, the record, the end."""
+
+    def __init__(
+        self, spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions, *,
+        processes: Sequence[Process],
+    ) -> None:  # fmt: skip
+        self._run = run
+        self.supervisor = Supervisor(spec, options, processes)
+        producers = tuple(loop.producer for loop in spec.loops)
+        display = display_for(spec, steps(Graph.from_spec(spec), producers), quiet=launch.quiet)
+        self.reporter = Reporter(
+            spec, options, run, vitals=self.supervisor.vitals, display=display, fail=self.supervisor.fail
+        )
+        self.brokers: list[Broker] = []
+        self._following: asyncio.Task[None] | None = None
+        self.supervisor.watch_processes()
+
+    def follow(self, broker: Broker) -> None:
+        """Supervise and record what goes over `broker`."""
+        self.brokers.append(broker)
+        self.supervisor.watch_run(broker, self.reporter.on_poll)
+        self._following = asyncio.create_task(self.reporter.follow(broker))
+
+    async def outcome(self, work: Coroutine[None, None, None], interrupted: asyncio.Event) -> Outcome:
+        """Until `work` is done, something fails or the user stops the run. Ends `work`."""
+        working = asyncio.create_task(work)
+        failing = asyncio.create_task(self.supervisor.failure())
+        stopping = asyncio.create_task(interrupted.wait())
+        watched = {working, failing, stopping, *((self._following,) if self._following else ())}
+        try:
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                return Outcome(state="stopped")
+            # Whoever raised has also said so on the control log, with more about it.
+            await asyncio.wait(
+                {failing}, timeout=2 * SETTLE_S if working.done() and working.exception() else 0
+            )
+            if self.supervisor.failed:
+                return Outcome(state="failed", failure=await failing)
+            if error := working.exception():
+                return Outcome(state="failed", failure=raised(error))
+            return Outcome(state="finished")
+        finally:
+            for task in (working, failing, stopping):
+                task.cancel()
+            await asyncio.gather(working, failing, stopping, return_exceptions=True)
+
+    async def close(self) -> None:
+        """When all roles have left: read what they wrote last, then disconnect."""
+        if self._following is not None:
+            await self.reporter.drain(self.brokers[0], self._following)
+        await self.supervisor.close()
+        for broker in self.brokers:
+            with suppress(BrokerError, TimeoutError):
+                await asyncio.wait_for(broker.close(), _CLOSE_S)
+
+    def conclude(self, outcome: Outcome) -> int:
+        """Write the summary, show how it ended; the exit code."""
+        message = outcome.failure.message if outcome.failure else ""
+        summary = self.reporter.finish(outcome.state, message)
+        if summary.error:
+            print(f"arriero: error: {summary.error}", file=sys.stderr, flush=True)
+        else:
+            print(result_screen(summary, self._run.path), flush=True)
+        if outcome.state == "stopped":
+            return INTERRUPTED
+        return outcome.failure.code if outcome.failure else int(summary.state != "finished")
+
+
+@asynccontextmanager
+async def _interrupts() -> AsyncGenerator[asyncio.Event]:
+    """Set by Ctrl-C and SIGTERM, which then do nothing else."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        for number in numbers:
+            with suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, event.set)
+        yield event
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+async def _end(processes: Sequence[Process], brokers: Sequence[Broker], outcome: Outcome) -> None:
+    """All roles leave: asked first, unless they have ended; then by force. The hub stays."""
+    roles = [p for p in processes if not p.hub]
+    hub_lives = all(p.process.poll() is None for p in processes if p.hub)
+    if outcome.state != "finished" and brokers and hub_lives:
+        reason = "interrupted" if outcome.failure is None else "another role failed"
+        with suppress(BrokerError, TimeoutError):
+            await asyncio.wait_for(announce(brokers[0], Stop(reason=reason)), _SAY_S)
+        await _gone(roles, _LEAVE_S)
+    for p in roles:
+        p.signal(signal.SIGKILL)
+    await _gone(roles, _LEAVE_S)
+
+
+async def _end_hub(processes: Sequence[Process]) -> None:
+    hubs = [p for p in processes if p.hub]
+    for p in hubs:
+        if p.process.poll() is None:
+            p.process.terminate()  # it alone: it stops its server itself
+    await _gone(hubs, _HUB_LEAVE_S)
+
+
+async def _gone(processes: Sequence[Process], timeout_s: float) -> None:
+    """Until all have ended, at most `timeout_s`; asks, for they may be reaped by somebody else."""
+    deadline = time.monotonic() + timeout_s
+    while any(p.process.poll() is None for p in processes) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)

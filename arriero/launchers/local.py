@@ -1,0 +1,129 @@
+"""A launch on this machine: TorchX's `local_cwd`, with the processes it starts in our hands.
+
+TorchX starts each replica in a session of its own and notices a failure only when all have ended; we need the
+processes to supervise them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import psutil
+from torchx.runner.api import Runner
+from torchx.schedulers.local_scheduler import CWDImageProvider, LocalScheduler
+from torchx.specs import AppDef
+
+from arriero.launchers.appdef import HUB, REPLICA
+
+_SCHEDULER = "local_cwd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One replica as TorchX started it; `log` links to its standard error."""
+
+    role: str
+    replica: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.replica}"
+
+    @property
+    def hub(self) -> bool:
+        return self.role == HUB
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the replica and everything it has started, ranks and sandboxes in sessions of their own too."""
+        if self.process.poll() is not None:
+            return
+        with suppress(psutil.Error):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.send_signal(number)
+            for child in children:
+                with suppress(psutil.Error):
+                    child.send_signal(number)
+
+
+class _Scheduler(LocalScheduler):
+    """Remembers what it started. `private` is the part of the environment that no job description shows."""
+
+    def __init__(self, private: Mapping[str, str], log_dir: Path) -> None:
+        super().__init__("", image_provider_class=CWDImageProvider)
+        self._private, self._log_dir = private, log_dir
+        self.started: list[Process] = []
+
+    def run_local_job(
+        self,
+        args: list[str],
+        env: dict[str, str],
+        stdout: io.FileIO | None,
+        stderr: io.FileIO | None,
+        cwd: str | None = None,
+    ) -> subprocess.Popen[bytes]:
+        process = super().run_local_job(args, {**env, **self._private}, stdout, stderr, cwd)
+        role, _, replica = env[REPLICA].rpartition("-")
+        assert stderr is not None
+        # TorchX's own paths hold a random id.
+        log = self._log_dir / f"{env[REPLICA]}.log"
+        log.unlink(missing_ok=True)
+        log.symlink_to(os.path.relpath(str(stderr.name), self._log_dir))
+        self.started.append(Process(role=role, replica=int(replica), process=process, log=log))
+        return process
+
+
+class _Runner(Protocol):
+    """The part of TorchX's runner that is used here."""
+
+    def dryrun(self, app: AppDef, scheduler: str, cfg: Mapping[str, str]) -> object: ...
+    def schedule(self, dryrun_info: object) -> str: ...
+    def cancel(self, app_handle: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class LocalApp:
+    """A running app. Start it from the main thread: its processes die with the thread that started them."""
+
+    def __init__(self, app: AppDef, log_dir: Path, private: Mapping[str, str]) -> None:
+        """Start all replicas; `private` is added to their environment. Raises OSError."""
+        handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._scheduler = _Scheduler(private, log_dir)
+        # TorchX's handlers raise wherever we happen to be; ours end the run in order.
+        for number, handler in handlers.items():
+            with suppress(ValueError):  # not in the main thread
+                signal.signal(number, handler)
+        runner = Runner(scheduler_factories={_SCHEDULER: lambda session_name, **_: self._scheduler})
+        self._runner = cast("_Runner", runner)  # TorchX leaves the type of a request open
+        try:
+            info = self._runner.dryrun(app, _SCHEDULER, {"log_dir": str(log_dir)})
+            self._handle = self._runner.schedule(info)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def processes(self) -> list[Process]:
+        return self._scheduler.started
+
+    def kill(self) -> None:
+        """End everything at once. Idempotent."""
+        for p in self.processes:
+            p.signal(signal.SIGKILL)
+        for p in self.processes:
+            p.process.wait()
+
+    def close(self) -> None:
+        """End what still runs, and let TorchX close its logs."""
+        self.kill()
+        self._runner.cancel(self._handle)
+        self._runner.close()

@@ -1,0 +1,216 @@
+"""The record of a run while it goes on, and its summary: whatever the ledger says, written as it comes.
+
+ledger log, heartbeats, edge depths -> ledger.jsonl, metrics.jsonl, tensorboard/ -> summary.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol, TextIO, cast
+
+from arriero.engine.broker import Broker, BrokerError
+from arriero.engine.runtime.ledger import Ledger, LedgerError
+from arriero.launchers.failures import Failure, dead_letters
+from arriero.launchers.progress import Display, View
+from arriero.launchers.rundir import RunDir, write_json
+from arriero.launchers.summary import Account, State
+from arriero.launchers.vitals import Vitals
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import EVENT, LEDGER_LOG, Admitted, DroppedEvent, Evaluated, Event, Trained
+from arriero.schemas.run import RunOptions, RunSummary
+
+_DRAIN_S = 1.0
+
+Number = float | int | None
+Line = dict[str, "Number | dict[str, Number] | dict[str, dict[str, Number]]"]
+
+
+class Reporter:
+    """Follows one run. `fail` is told when more dead letters come than the options allow."""
+
+    def __init__(
+        self, spec: GraphSpec, options: RunOptions, run: RunDir, *, vitals: Vitals, display: Display,
+        fail: Callable[[Failure], None],
+    ) -> None:  # fmt: skip
+        self._spec, self._options, self._run = spec, options, run
+        self._vitals, self._display, self._fail = vitals, display, fail
+        self._began = time.monotonic()
+        self.ledger, self._account = Ledger(), Account(spec)
+        self._held_out: set[int] = set()  # origins under way
+        self._contradictions: list[str] = []
+        self._dead = 0
+        self._last = b""
+        self._newest: Trained | None = None
+        self._files: list[TextIO] = [run.ledger.open("a"), run.metrics.open("a")]
+        self._board = open_tensorboard(run)
+
+    async def follow(self, broker: Broker) -> None:
+        """Take every event; without end."""
+        async for payload in broker.follow(LEDGER_LOG):
+            self._last = payload
+            self._take(EVENT.validate_json(payload))
+
+    async def drain(self, broker: Broker, following: asyncio.Task[None]) -> None:
+        """When nobody writes any more: take what the ledger holds, for at most 1 s; ends `following`."""
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                newest = cast("AsyncGenerator[bytes, None]", broker.follow(LEDGER_LOG, newest_only=True))
+                last = await anext(newest)
+                await newest.aclose()
+                while self._last != last and not following.done():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        except (TimeoutError, BrokerError):
+            pass  # an empty ledger, or the broker is gone: what was seen is what there is
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    def on_poll(self) -> None:
+        """Heartbeats and depths are new."""
+        for pulse in self._vitals.pulses.values():
+            self._account.heartbeat(pulse.status)
+        self._display.update(self._view())
+
+    def finish(self, state: State, error: str) -> RunSummary:
+        """Account for the prompts still under way, write the summary and close the files."""
+        if under_way := (*self.ledger.in_flight_origins, *sorted(self._held_out)):
+            parent = f"run-{self._options.run_id}"
+            self._take(DroppedEvent(node="run", parent=parent, origins=under_way, reason="end_of_run"))
+        problems = [p for p in (*self._contradictions, self._imbalance()) if p]
+        error = "\n".join(p for p in (error, *problems) if p)
+        state = "failed" if problems and state == "finished" else state
+        summary = self._account.summary(
+            self.ledger, state=state, error=error, wall_s=time.monotonic() - self._began
+        )
+        write_json(self._run.summary, summary)
+        for file in self._files:
+            file.close()
+        self._board.close()
+        self._display.close()
+        return summary
+
+    def _imbalance(self) -> str:
+        if not self.ledger.in_flight and not self.ledger.evaluating:
+            return ""
+        held_out = self.ledger.held_out_sent - self.ledger.held_out_back
+        missing = f"{self.ledger.in_flight} prompts and {held_out} held-out ones"
+        return f"the ledger doesn't balance: {missing} are unaccounted for"
+
+    def _take(self, event: Event) -> None:
+        now = time.monotonic()
+        print(event.model_dump_json(), file=self._files[0], flush=True)
+        try:
+            self.ledger.apply(event)
+        except LedgerError as error:
+            self._contradictions.append(f"the ledger contradicts itself: {error}")
+        self._account.event(event, now)
+        match event:
+            case Admitted() if event.split == "eval":
+                self._held_out.add(event.origin)
+            case Evaluated():
+                self._held_out.discard(event.origin)
+            case DroppedEvent():
+                self._held_out.difference_update(event.origins)
+                if event.reason == "dead_letter":
+                    self._bury(event)
+            case Trained():
+                self._newest = event
+                self._write_step(event)
+                self._display.step(self._view())
+            case _:
+                pass
+
+    def _bury(self, event: DroppedEvent) -> None:
+        self._dead += 1
+        if self._dead > self._options.max_dead_letters:
+            self._fail(dead_letters(event, self._dead, self._options.max_dead_letters))
+
+    def _write_step(self, event: Trained) -> None:
+        line = step_line(event, self._vitals)
+        print(json.dumps(line), file=self._files[1], flush=True)
+        for tag, value in scalars(line):
+            self._board.add_scalar(tag, value, event.version)
+
+    def _view(self) -> View:
+        return View(
+            step=self._account.steps,
+            newest=self._newest,
+            elapsed_s=time.monotonic() - self._began,
+            tokens_per_s=self._account.tokens_per_s(),
+            vitals=self._vitals,
+        )
+
+
+def step_line(event: Trained, vitals: Vitals) -> Line:
+    """One line of metrics.jsonl: a version and the state of the run when it was made. Not finite is null."""
+    return {
+        "step": event.version,
+        "time": time.time(),
+        "reward": event.reward_mean,
+        "loss": _finite(event.metrics.get("loss")),
+        **{k: _finite(v) for k, v in event.metrics.items() if k != "loss"},
+        "staleness_max": event.staleness_max,
+        "staleness_mean": event.staleness_mean,
+        "tokens": event.tokens,
+        "queues": dict[str, Number](vitals.queues()),
+        "roles": roles(vitals),
+    }
+
+
+def roles(vitals: Vitals) -> dict[str, dict[str, Number]]:
+    """Busy and idle seconds and tokens per second of each role so far, summed over its replicas."""
+    found: dict[str, dict[str, Number]] = {}
+    for pulse in vitals.pulses.values():
+        if pulse.status.rank:
+            continue
+        role = found.setdefault(pulse.status.role, {"busy_s": 0.0, "idle_s": 0.0, "tokens_per_s": 0.0})
+        for node in pulse.status.nodes:
+            span = node.busy_s + node.idle_s
+            for key, value in (
+                ("busy_s", node.busy_s),
+                ("idle_s", node.idle_s),
+                ("tokens_per_s", node.tokens / span if span else 0.0),
+            ):
+                role[key] = (role[key] or 0.0) + value
+    return found
+
+
+def scalars(line: Line) -> list[tuple[str, float]]:
+    """The numbers of a step under the names that TensorBoard groups by."""
+    found: list[tuple[str, float]] = []
+    for key, value in line.items():
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                pairs = inner.items() if isinstance(inner, dict) else [("", inner)]
+                found += [(f"{key}/{name}/{k}".rstrip("/"), float(v)) for k, v in pairs if v is not None]
+        elif value is not None and key not in ("step", "time"):
+            found.append((f"train/{key}", float(value)))
+    return found
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Board(Protocol):
+    """The part of tensorboardX that is used here."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_tensorboard(run: RunDir) -> Board:
+    """A writer of TensorBoard's event files, without the torch that tensorboardX imports if it can."""
+    hide = "torch" not in sys.modules
+    if hide:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # pyright: ignore[reportArgumentType]  # means: not there
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if hide:
+            del sys.modules["torch"]
+    return cast("Board", SummaryWriter(str(run.tensorboard), flush_secs=5))

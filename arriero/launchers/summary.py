@@ -1,0 +1,184 @@
+"""The numbers of a run, folded from its ledger events and heartbeats, and the screen that shows them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Literal
+
+from arriero.engine.rates import repetitions
+from arriero.engine.runtime.ledger import Ledger
+from arriero.schemas.graph import GraphSpec, NodeSpec
+from arriero.schemas.ledger import Evaluated, Event, Trained
+from arriero.schemas.messages import Outcome
+from arriero.schemas.run import NodeStatus, RoleStatus, RunSummary
+
+State = Literal["finished", "failed", "stopped"]
+_EDGE_SHARE = 0.1  # of the steps: what `reward_first` and `reward_last` are means of
+_WARM_UP = 2  # steps that `step_s` leaves out, if enough are left
+
+
+class Account:
+    """Statistics so far. A node's time runs from its first record to the last heartbeat with progress."""
+
+    def __init__(self, spec: GraphSpec) -> None:
+        self._spec = spec
+        self._trained: list[tuple[float, Trained]] = []
+        self._outcomes: dict[int, Counter[Outcome]] = {}
+        self._work: dict[tuple[str, int], NodeStatus] = {}  # node, replica -> at its last progress
+
+    def event(self, event: Event, at_s: float) -> None:
+        """`at_s` is any clock in seconds, the same for all events."""
+        match event:
+            case Trained():
+                self._trained.append((at_s, event))
+            case Evaluated():
+                self._outcomes.setdefault(event.version, Counter()).update(event.outcomes)
+            case _:
+                pass
+
+    def heartbeat(self, status: RoleStatus) -> None:
+        """Ranks above 0 work in step with rank 0 and aren't counted."""
+        for node in status.nodes if status.rank == 0 else ():
+            key = (node.node, status.replica)
+            last = self._work.get(key)
+            if last is None or (node.taken, node.given, node.tokens) != (last.taken, last.given, last.tokens):
+                self._work[key] = node
+
+    @property
+    def steps(self) -> int:
+        return len(self._trained)
+
+    def accuracies(self) -> tuple[float | None, float | None]:
+        """Share of `ok` among held-out samples, of the first and of the last version evaluated."""
+        shares = [_share_ok(self._outcomes[v]) for v in sorted(self._outcomes)]
+        return (shares[0] if shares else None), (shares[-1] if len(shares) > 1 else None)
+
+    def step_s(self) -> float | None:
+        """Median seconds between versions, after the first two where four or more were made."""
+        times = [at for at, _ in self._trained]
+        gaps = [b - a for a, b in pairwise(times[_WARM_UP:] if len(times) >= _WARM_UP + 2 else times)]
+        return median(gaps) if gaps else None
+
+    def busy_per_step(self) -> dict[str, float]:
+        """Seconds that each node works for one version with all its replicas at once.
+
+        Measured per firing, so that held-out prompts and a heartbeat missed at the end don't count. Empty
+        before every node has worked.
+        """
+        if not self._trained:
+            return {}
+        rounds = repetitions(self._spec)
+        found: dict[str, float] = {}
+        for n in self._spec.nodes:
+            takes = sum(i.consumes for i in n.inputs if not i.loop)
+            done = sum(s.taken / takes if takes else s.given / n.produces for s in self._statuses(n))
+            if not done:
+                return {}
+            per_firing = sum(s.busy_s for s in self._statuses(n)) / done
+            found[n.name] = per_firing * rounds[n.name] / rounds[self._trained[0][1].node] / n.replicas
+        return found
+
+    def idle_share(self) -> dict[str, float]:
+        """Per role: the share of its processes' time in which none of its nodes worked."""
+        return {
+            role: fmean(1 - min(sum(s.busy_s for s in p) / _span(p), 1.0) for p in spans)
+            for role in self._spec.roles
+            if (spans := [p for p in self._processes(role) if _span(p) > 0])
+        }
+
+    def tokens_per_s(self) -> dict[str, float]:
+        """Per role that counts tokens: the sum over its replicas."""
+        rates = {
+            role: sum(sum(s.tokens for s in p) / _span(p) for p in self._processes(role) if _span(p) > 0)
+            for role in self._spec.roles
+        }
+        return {role: rate for role, rate in rates.items() if rate}
+
+    def summary(self, ledger: Ledger, *, state: State, error: str, wall_s: float) -> RunSummary:
+        rewards = [t.reward_mean for _, t in self._trained]
+        edge = max(1, round(len(rewards) * _EDGE_SHARE))
+        before, after = self.accuracies()
+        busy = self.busy_per_step()
+        return RunSummary(
+            state=state,
+            steps=self.steps,
+            reward_first=fmean(rewards[:edge]) if rewards else None,
+            reward_last=fmean(rewards[-edge:]) if rewards else None,
+            accuracy_before=before,
+            accuracy_after=after,
+            staleness_bound=max((loop.staleness for loop in self._spec.loops), default=None),
+            staleness_max=ledger.staleness_max,
+            groups_admitted=ledger.admitted,
+            groups_trained=ledger.trained,
+            groups_dropped={k: v for k, v in ledger.dropped.items() if v},
+            counts=dict(sum((Counter(s.counts) for s in self._work.values()), Counter[str]())),
+            tokens_per_s=self.tokens_per_s(),
+            idle_share=self.idle_share(),
+            wall_s=wall_s,
+            step_s=self.step_s(),
+            predicted_sync_step_s=sum(busy.values()) if busy else None,
+            predicted_async_step_s=max(busy.values()) if busy else None,
+            error=error,
+        )
+
+    def _statuses(self, node: NodeSpec) -> list[NodeStatus]:
+        return [s for (name, _), s in self._work.items() if name == node.name]
+
+    def _processes(self, role: str) -> list[list[NodeStatus]]:
+        """The statuses of the role's nodes, replica by replica."""
+        nodes = self._spec.roles[role]
+        return [
+            found
+            for k in range(nodes[0].replicas)
+            if (found := [self._work[n.name, k] for n in nodes if (n.name, k) in self._work])
+        ]
+
+
+def _share_ok(outcomes: Counter[Outcome]) -> float:
+    return outcomes[Outcome.OK] / outcomes.total()
+
+
+def _span(nodes: Iterable[NodeStatus]) -> float:
+    return max(s.busy_s + s.idle_s for s in nodes)
+
+
+def result_screen(s: RunSummary, run_dir: Path) -> str:
+    """What a run came to, on one screen."""
+    lines = [f"{s.state} after {_plural(s.steps, 'step')} in {s.wall_s:.1f} s"]
+    if s.accuracy_before is not None:
+        after = f" -> {s.accuracy_after:.1%}" if s.accuracy_after is not None else ""
+        lines.append(_row("accuracy", f"{s.accuracy_before:.1%}{after} of held-out samples"))
+    if s.reward_first is not None and s.reward_last is not None:
+        lines.append(_row("reward", f"{s.reward_first:.3f} -> {s.reward_last:.3f}"))
+    bound = "no loop" if s.staleness_bound is None else f"bound {s.staleness_bound}"
+    lines.append(_row("staleness", f"at most {s.staleness_max} ({bound})"))
+    dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(s.groups_dropped.items()))
+    lines.append(
+        _row(
+            "prompts",
+            f"{s.groups_admitted} admitted, {s.groups_trained} trained, dropped: {dropped or 'none'}",
+        )
+    )
+    if s.step_s is not None and s.predicted_sync_step_s is not None and s.predicted_async_step_s is not None:
+        predicted = f"{s.predicted_async_step_s:.3g} overlapped, {s.predicted_sync_step_s:.3g} in turn"
+        lines.append(_row("seconds/step", f"{s.step_s:.3g} (from busy times: {predicted})"))
+    lines += [_row("tokens/s", _list(s.tokens_per_s, "{:.0f}"))] if s.tokens_per_s else []
+    lines += [_row("idle", _list(s.idle_share, "{:.0%}"))] if s.idle_share else []
+    lines.append(_row("record", str(run_dir)))
+    return "\n".join(lines)
+
+
+def _row(name: str, value: str) -> str:
+    return f"  {name:<13} {value}"
+
+
+def _list(values: dict[str, float], form: str) -> str:
+    return ", ".join(f"{k} {form.format(v)}" for k, v in values.items())
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

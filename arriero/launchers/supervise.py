@@ -1,0 +1,194 @@
+"""Supervision of a run by the process that launched it. The first real error ends the run.
+
+| watched             | noticed                         | says                                     |
+|---------------------|---------------------------------|------------------------------------------|
+| processes (pidfd)   | at once                         | killed by signal, exit code, left early  |
+| control log         | at once                         | a node's error and traceback             |
+| heartbeats          | `liveness_s` after the last one | who is silent, and the wait graph        |
+| ledger (`Reporter`) | at once                         | dead letters above the limit             |
+
+A failure makes others fail: what is seen within `SETTLE_S` of the first is weighed against it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+
+from arriero.engine.broker import Broker, BrokerError
+from arriero.engine.rates import capacities
+from arriero.engine.runtime.journal import follow_control
+from arriero.launchers.failures import Failure, exited, killed, node_failed, silent
+from arriero.launchers.local import Process
+from arriero.launchers.vitals import Vitals, wait_graph
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import Ended
+from arriero.schemas.run import RunOptions
+
+SETTLE_S = 0.4
+_START_S = 120.0  # importing torch on a busy machine; then the first heartbeat
+_LEAVE_S = 3.0  # for a process whose nodes have all ended
+_POLL_S = 0.5
+
+
+class Supervisor:
+    """Watches one run. `processes` is empty when all nodes run in this process."""
+
+    def __init__(self, spec: GraphSpec, options: RunOptions, processes: Sequence[Process]) -> None:
+        self._spec, self._options = spec, options
+        self._processes = {p.name: p for p in processes}
+        self.vitals = Vitals(spec)
+        self._failures: list[Failure] = []
+        self._changed = asyncio.Event()
+        self._ended: set[tuple[str, int]] = set()  # node, replica
+        self._gone: set[str] = set()
+        self._started = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # --- what is watched ----------------------------------------------------------------------------------
+
+    def watch_processes(self) -> None:
+        """From now on the end of a process counts."""
+        self._tasks += [asyncio.create_task(self._watch(p)) for p in self._processes.values()]
+
+    def watch_run(self, broker: Broker, on_poll: Callable[[], None]) -> None:
+        """From now on control log and heartbeats count too; `on_poll` is called when `vitals` are new."""
+        self._tasks.append(asyncio.create_task(self._guarded(self._follow_control(broker))))
+        self._tasks.append(asyncio.create_task(self._guarded(self._watch_vitals(broker, on_poll))))
+
+    def fail(self, failure: Failure) -> None:
+        """Something went wrong that the caller has seen."""
+        self._failures.append(failure)
+        self._changed.set()
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._failures)
+
+    async def failure(self) -> Failure:
+        """The cause, as soon as there is one."""
+        await self._until(lambda: bool(self._failures))
+        await asyncio.sleep(SETTLE_S)
+        return min(self._failures, key=lambda f: f.weight)
+
+    async def all_ended(self) -> None:
+        """Returns when all nodes have ended and their processes have left, or were given time to."""
+        await self._until(lambda: self._nodes_ended)
+        waiting = asyncio.create_task(self._until(lambda: self._processes.keys() - self._gone <= {"hub-0"}))
+        await asyncio.wait({waiting}, timeout=_LEAVE_S)
+        waiting.cancel()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- how ----------------------------------------------------------------------------------------------
+
+    @property
+    def _nodes_ended(self) -> bool:
+        return all((n.name, k) in self._ended for n in self._spec.nodes for k in range(n.replicas))
+
+    def _role_ended(self, role: str, replica: int) -> bool:
+        return all((n.name, replica) in self._ended for n in self._spec.roles[role])
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _guarded(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except BrokerError as error:
+            log = self._log("hub-0")
+            self.fail(
+                Failure(
+                    message=f"the message broker is lost: {error}" + (f"; its log is {log}" if log else ""),
+                    weight=3,
+                )
+            )
+
+    async def _watch(self, p: Process) -> None:
+        code = await exit_code(p)
+        self._gone.add(p.name)
+        self._changed.set()
+        if code < 0:
+            self.fail(killed(p.name, -code, p.log))
+            return
+        # What its nodes said may still be on its way; the exit code alone says little.
+        await asyncio.sleep(SETTLE_S / 2)
+        if code != 0 or p.hub or not self._role_ended(p.role, p.replica):
+            self.fail(exited(p.name, code, p.log))
+
+    async def _follow_control(self, broker: Broker) -> None:
+        async for message in follow_control(broker):
+            if not isinstance(message, Ended):
+                continue
+            if message.error:
+                name = f"{self._spec.node(message.node).role}-{message.replica}"
+                self.fail(node_failed(name, message, self._log(name), self._waits()))
+            else:
+                self._ended.add((message.node, message.replica))
+                self._changed.set()
+
+    async def _watch_vitals(self, broker: Broker, on_poll: Callable[[], None]) -> None:
+        late: set[str] = set()
+        while True:
+            try:
+                async with asyncio.timeout(self._options.liveness_s):
+                    await self.vitals.poll(broker)
+            except TimeoutError:
+                raise BrokerError(f"it didn't answer within {self._options.liveness_s:g} s") from None
+            on_poll()
+            # Twice in a row: after a pause of this process itself every heartbeat looks old once.
+            late, before = self._late(), late
+            for name in sorted(late & before):
+                self._say_silent(name)
+            await asyncio.sleep(_POLL_S)
+
+    def _late(self) -> set[str]:
+        """Replicas (and ranks) whose last heartbeat, or whose start without one, is too long ago."""
+        return {
+            key
+            for role, nodes in self._spec.roles.items()
+            for k in range(nodes[0].replicas)
+            for rank in range(nodes[0].ranks)
+            if not (f"{role}-{k}" in self._gone or self._role_ended(role, k))
+            if self._age_s(key := f"{role}-{k}-{rank}") > self._bound_s(key)
+        }
+
+    def _age_s(self, key: str) -> float:
+        pulse = self.vitals.pulses.get(key)
+        return pulse.age_s if pulse else time.monotonic() - self._started
+
+    def _bound_s(self, key: str) -> float:
+        bound = self._options.liveness_s
+        return bound if key in self.vitals.pulses else max(bound, _START_S)
+
+    def _say_silent(self, key: str) -> None:
+        name, _, rank = key.rpartition("-")
+        shown = name if rank == "0" else f"{name} rank {rank}"
+        self.fail(silent(shown, self._age_s(key), self._bound_s(key), self._log(name), self._waits()))
+
+    def _log(self, name: str) -> Path | None:
+        return self._processes[name].log if name in self._processes else None
+
+    def _waits(self) -> str:
+        return wait_graph(self._spec, self.vitals, {n: c.messages for n, c in capacities(self._spec).items()})
+
+
+async def exit_code(p: Process) -> int:
+    """The code of a child of ours, at the moment it ends; negative for a signal."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    handle = os.pidfd_open(p.process.pid)
+    loop.add_reader(handle, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+    return p.process.wait()

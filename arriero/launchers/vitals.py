@@ -1,0 +1,82 @@
+"""What every replica said last and how full every edge is: for the display, the record and the wait graph."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from arriero.engine.broker import Broker, Depth
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.run import NodeStatus, RoleStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """A replica's last heartbeat and its age when it was read."""
+
+    status: RoleStatus
+    age_s: float
+
+
+class Vitals:
+    """State of the run at the last `poll`; pulses by "<role>-<replica>-<rank>", depths by edge."""
+
+    def __init__(self, spec: GraphSpec) -> None:
+        self._spec = spec
+        self._edges = [n.name for n in spec.nodes if spec.consumers(n.name)]
+        self.pulses: dict[str, Pulse] = {}
+        self.depths: dict[str, Depth] = {}
+
+    async def poll(self, broker: Broker) -> None:
+        """Raises BrokerError if the engine doesn't answer."""
+        beats = await broker.beats()
+        self.pulses = {
+            k: Pulse(status=RoleStatus.model_validate_json(b.payload), age_s=b.age_s)
+            for k, b in beats.items()
+        }
+        depths = await asyncio.gather(*(broker.depth(e) for e in self._edges))
+        self.depths = dict(zip(self._edges, depths, strict=True))
+
+    def nodes(self, name: str) -> list[tuple[str, NodeStatus, float]]:
+        """Per replica and rank of node `name`: its replica's name, what it does, the age of that news."""
+        return [
+            (
+                f"{p.status.role}-{p.status.replica}" + (f" rank {p.status.rank}" if p.status.rank else ""),
+                s,
+                p.age_s,
+            )
+            for _, p in sorted(self.pulses.items())
+            for s in p.status.nodes
+            if s.node == name
+        ]
+
+    def queues(self) -> dict[str, int]:
+        """Messages on each edge."""
+        return {name: d.messages for name, d in self.depths.items()}
+
+
+def wait_graph(spec: GraphSpec, vitals: Vitals, capacity: dict[str, int]) -> str:
+    """Who waits for what and since when, the last sign of life of each, and what stands on the edges."""
+    lines = ["who waits for what:"]
+    for n in spec.nodes:
+        known = vitals.nodes(n.name)
+        lines += [f"  {n.name:<14} no heartbeat yet"] if not known else []
+        lines += [
+            f"  {n.name:<14} {_doing(s)}; {replica}, last heartbeat {age_s:.1f} s ago"
+            for replica, s, age_s in known
+        ]
+    lines.append("what stands on the edges:")
+    for name, depth in vitals.depths.items():
+        groups = ", ".join(
+            f"{g}: {depth.waiting[g]} waiting, {depth.leased[g]} leased" for g in depth.waiting
+        )
+        lines.append(f"  {name:<14} {depth.messages} of {capacity[name]} messages ({groups})")
+    return "\n".join(lines)
+
+
+def _doing(status: NodeStatus) -> str:
+    if status.ended:
+        return "has ended"
+    if status.waits_for:
+        return f"waits for {status.waits_for} since {status.waits_s:.1f} s"
+    return "works"

@@ -1,0 +1,202 @@
+"""A whole graph of toy components that sleep instead of computing; records and rates are the real ones.
+
+prompts -> generator (x2) -> reward -> collect -> trainer -> (back to the generator)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from arriero.engine.errors import UserError
+from arriero.engine.graph import Evaluation, Graph, PerRecord, Rates
+from arriero.engine.stream import Stream
+from arriero.schemas.messages import (
+    Batch,
+    Outcome,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Sample,
+    Score,
+    ScoredGroup,
+    Weights,
+)  # fmt: skip
+
+Fault = Literal["", "raise", "user", "kill", "stop", "exit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyPrompts:
+    """`count` prompts, and `held_out` more for evaluation after every `every` versions."""
+
+    count: PositiveInt = 1000
+    held_out: NonNegativeInt = 0
+    every: NonNegativeInt = 0
+
+    def evaluation(self) -> Evaluation | None:
+        prompts = [Prompt(id=f"held-{k}", text=f"held out {k}", row=k) for k in range(self.held_out)]
+        return Evaluation(prompts=prompts, every=self.every) if prompts else None
+
+    async def run(self) -> AsyncIterator[Prompt]:
+        for k in range(self.count):
+            yield Prompt(id=f"prompt-{k}", text=f"question {k}", row=k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyGenerator:
+    """`size` rollouts of four tokens per prompt in `seconds`; commits `fault` at its prompt `fault_at`."""
+
+    size: PositiveInt = 2
+    seconds: NonNegativeFloat = 0.0
+    fault: Fault = ""
+    fault_at: NonNegativeInt = 3
+
+    async def run(self, prompts: Stream[Prompt], weights: Stream[Weights]) -> AsyncIterator[RolloutGroup]:
+        taken, newest = 0, await weights.next()
+        async for prompt in prompts:
+            while newest is not None and newest.version < prompt.min_version:
+                newest = await weights.next()
+            newest = weights.poll() or newest
+            assert newest is not None
+            if taken == self.fault_at:
+                _commit(self.fault)
+            taken += 1
+            await asyncio.sleep(self.seconds)
+            yield RolloutGroup(
+                prompt=prompt, rollouts=tuple(rollout(newest.version) for _ in range(self.size))
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyReward(PerRecord[RolloutGroup, ScoredGroup]):
+    """The first rollout of a group is right; `bad_row` is the row of a prompt on which it raises."""
+
+    bad_row: int = -1
+
+    def apply(self, record: RolloutGroup) -> ScoredGroup:
+        if record.prompt.row == self.bad_row:
+            raise ValueError(f"row {self.bad_row} can't be scored")
+        scores = [Score(value=1.0, outcome=Outcome.OK), *[Score(value=0.0, outcome=Outcome.WRONG)] * 9]
+        return ScoredGroup(group=record, scores=tuple(scores[: len(record.rollouts)]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyCollect:
+    """One batch of `groups` scored groups."""
+
+    groups: PositiveInt = 4
+
+    def rates(self) -> Rates:
+        return Rates(consumes={"scored": self.groups})
+
+    async def run(self, scored: Stream[ScoredGroup]) -> AsyncIterator[Batch]:
+        held: list[ScoredGroup] = []
+        async for group in scored:
+            held.append(group)
+            if len(held) == self.groups:
+                yield Batch(
+                    parents=tuple(g.id for g in held), samples=tuple(s for g in held for s in samples(g))
+                )
+                held = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyTrainer:
+    """`steps` versions, one per batch, each made in `seconds`; commits `fault` before version `fault_at`."""
+
+    steps: PositiveInt = 5
+    seconds: NonNegativeFloat = 0.0
+    fault: Fault = ""
+    fault_at: PositiveInt = 2
+    computes: ClassVar[bool] = True
+
+    def limit(self) -> int | None:
+        return self.steps
+
+    async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
+        yield Weights(version=0)
+        version = 0
+        async for _ in batches:
+            version += 1
+            if version == self.fault_at:
+                _commit(self.fault)
+            await asyncio.sleep(self.seconds)
+            yield Weights(version=version, metrics={"loss": 1.0 / version, "grad_norm": 0.5})
+            if version == self.steps:
+                return
+
+
+def toy_graph(
+    *,
+    prompts: ToyPrompts | None = None,
+    generator: ToyGenerator | None = None,
+    reward: ToyReward | None = None,
+    trainer: ToyTrainer | None = None,
+    groups: int = 4,
+    generators: int = 1,
+    ranks: int = 1,
+    staleness: int = 1,
+) -> Graph:
+    """The graph of the module; `ranks` are those of the trainer."""
+    g = Graph("toy")
+    weights = g.loop(Weights, staleness=staleness)
+    asked = g.add(prompts or ToyPrompts(), name="prompts")()
+    rollouts = g.add(generator or ToyGenerator(), name="generator", replicas=generators)(asked, weights)
+    scored = g.add(reward or ToyReward(), name="reward")(rollouts)
+    batches = g.add(ToyCollect(groups=groups), name="collect")(scored)
+    weights.close(g.add(trainer or ToyTrainer(), name="trainer", ranks=ranks)(batches))
+    return g
+
+
+def rollout(version: int, tokens: Sequence[int] = (7, 8, 9, 2)) -> Rollout:
+    """One prompt token, then sampled ones with log-probability -0.5."""
+    mask = np.array([False, *[True] * (len(tokens) - 1)])
+    return Rollout(
+        tokens=np.array(tokens, np.int32),
+        mask=mask,
+        logprobs=np.where(mask, np.float32(-0.5), np.float32(np.nan)),
+        versions=np.where(mask, version, -1).astype(np.int32),
+        text="toy",
+        finish="stop",
+    )
+
+
+def samples(scored: ScoredGroup) -> list[Sample]:
+    """The rollouts of a group as samples; the advantage is the reward minus one half."""
+    return [
+        Sample(
+            group=scored.id,
+            tokens=r.tokens,
+            mask=r.mask,
+            advantages=np.full(len(r.tokens), s.value - 0.5, np.float32),
+            logprobs=r.logprobs,
+            versions=r.versions,
+            reward=s.value,
+            origin=scored.origins[0],
+        )
+        for r, s in zip(scored.group.rollouts, scored.scores, strict=True)
+    ]
+
+
+def _commit(fault: Fault) -> None:
+    match fault:
+        case "raise":
+            raise ZeroDivisionError("the toy breaks as it was told to")
+        case "user":
+            raise UserError("the toy has no model; pass --model PATH")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":
+            os._exit(0)
+        case "":
+            pass
