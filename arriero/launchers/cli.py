@@ -1,0 +1,210 @@
+"""The `arriero` command. A user's mistake is one line on stderr per problem and exit code 2.
+
+Imports stand inside the commands: the command line must answer at once, and checking a graph needs no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from arriero import __version__
+from arriero.engine.errors import UserError
+
+if TYPE_CHECKING:
+    from arriero.launchers.catalog import Pipeline
+    from arriero.launchers.options import Arguments
+    from arriero.schemas.graph import GraphSpec
+
+USAGE = """\
+usage: arriero COMMAND ...
+
+  run PIPELINE [--key value ...] [--config FILE.toml]    train; `run PIPELINE --help` lists every key
+  check PIPELINE [the same] [--picture FILE] [--json]    check and show the graph; starts nothing
+  list                                                   the pipelines that come with arriero
+  demo                                                   train a small model on this machine
+  --version, --help
+
+PIPELINE is a name from `list`, a module (package.my_algo) or a file (path/to/my_algo.py)."""
+
+OK, MISTAKE, INTERRUPTED, PIPE_CLOSED = 0, 2, 130, 141
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and give its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _command(args)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"arriero: error: {line}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("arriero: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _command(args: list[str]) -> int:
+    name, rest = (args[0], args[1:]) if args else ("--help", [])
+    if name in {"--help", "-h", "help"}:
+        return _printed(lambda: USAGE)
+    if name in {"--version", "-V"}:
+        return _printed(lambda: f"arriero {__version__}")
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "run": _run,
+        "check": _check,
+        "list": _list,
+        "demo": _demo,
+    }
+    if name not in commands:
+        close = difflib.get_close_matches(name, commands, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(commands)}"
+        raise UserError(f"unknown command {name}; {hint}")
+    return commands[name](rest)
+
+
+def _printed(text: Callable[[], str]) -> int:
+    """Print on stdout; a reader that has seen enough (`| head`) is no error."""
+    try:
+        print(text(), flush=True)
+    except BrokenPipeError:
+        # Or the interpreter complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    return OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A pipeline with everything resolved and its graph checked."""
+
+    pipeline: Pipeline
+    options: Arguments
+    config: Any
+    sources: dict[str, str]
+    spec: GraphSpec
+
+
+def _pipeline(command: str, args: list[str]) -> Pipeline:
+    from arriero.launchers import catalog
+
+    if not args or args[0].startswith("-"):
+        raise UserError(f"{command} needs a pipeline first: arriero {command} PIPELINE --key value ...")
+    return catalog.find(args[0])
+
+
+def _prepare(pipeline: Pipeline, args: list[str]) -> Ready:
+    from arriero.launchers import catalog
+    from arriero.launchers.options import Arguments, resolve_command
+
+    options, config, sources = resolve_command(pipeline.config_type, Arguments, args)
+    spec = catalog.build(pipeline, config).check()
+    return Ready(pipeline=pipeline, options=options, config=config, sources=sources, spec=spec)
+
+
+def _wants_help(command: str, args: list[str]) -> str | None:
+    """The help that was asked for, or None."""
+    if not {"--help", "-h"} & {*args}:
+        return None
+    if args[0].startswith("-"):
+        return USAGE
+    from arriero.launchers.options import Arguments
+    from arriero.launchers.show import help_text
+
+    return help_text(command, _pipeline(command, args), Arguments)
+
+
+def _check(args: list[str]) -> int:
+    import io
+
+    from arriero.launchers import show
+
+    if text := _wants_help("check", args):
+        return _printed(lambda: text)
+    ready = _prepare(_pipeline("check", args), args[1:])
+    if ready.options.picture:
+        show.write_picture(ready.spec, ready.options.picture)
+    if ready.options.json:
+        return _printed(lambda: ready.spec.model_dump_json(indent=2))
+    out = io.StringIO()
+    show.report(ready.pipeline, ready.config, ready.sources, ready.spec, out)
+    return _printed(lambda: out.getvalue() if not ready.options.quiet else "")
+
+
+def _list(args: list[str]) -> int:
+    from arriero.launchers import catalog
+
+    if args and args[0] not in {"--help", "-h"}:
+        raise UserError(f"list takes no arguments, got {' '.join(args)}")
+    found = catalog.listed()
+    width = max(map(len, found), default=0)
+    return _printed(lambda: "\n".join(f"{name:{width}}  {doc}".rstrip() for name, doc in found.items()))
+
+
+def _demo(args: list[str]) -> int:
+    from arriero.launchers.demo import demo
+
+    return demo(args)
+
+
+def _run(args: list[str]) -> int:
+    if text := _wants_help("run", args):
+        return _printed(lambda: text)
+    ready = _prepare(_pipeline("run", args), args[1:])
+    if ready.options.picture or ready.options.json:
+        raise UserError("--picture and --json belong to arriero check")
+    return _start(ready, ["arriero", "run", *args])
+
+
+def _start(ready: Ready, argv: list[str]) -> int:
+    """Make the run directory and hand over to the launcher."""
+    import secrets
+    from datetime import UTC, datetime
+    from pathlib import Path
+
+    from arriero.launchers import provenance, rundir
+    from arriero.launchers.options import LaunchOptions
+    from arriero.schemas.run import RunOptions
+
+    given, name, now = ready.options, ready.pipeline.name, datetime.now(UTC)
+    options = RunOptions(
+        run_id=f"{name}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
+        seed=given.seed,
+        deterministic=given.deterministic,
+        wait_bound_s=given.wait_bound_s,
+        liveness_s=given.liveness_s,
+        max_dead_letters=given.max_dead_letters,
+    )
+    path = ready.pipeline.search_path
+    placed = LaunchOptions(
+        inline=given.inline,
+        port=given.port,
+        on=given.on,
+        quiet=given.quiet,
+        python_path=(path,) if path else (),
+    )
+    manifest = provenance.manifest(
+        run_id=options.run_id, pipeline=ready.pipeline, graph_digest=ready.spec.digest, config=ready.config,
+        sources=ready.sources, seed=given.seed, started=now, argv=argv,
+    )  # fmt: skip
+    run = rundir.create(
+        Path(given.run_dir) if given.run_dir else rundir.default_path(name, now), overwrite=given.overwrite
+    )
+    run.begin(ready.spec, options, manifest)
+    if path:
+        # Processes started from here find the pipeline's module as this one does.
+        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (path, os.environ.get("PYTHONPATH", "")) if p)
+    if not given.quiet:
+        print(f"arriero: run directory {run.path}", file=sys.stderr)
+    from arriero.launchers import launch
+
+    start = launch.inline if given.inline else launch.launch
+    return start(ready.spec, options, run, placed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

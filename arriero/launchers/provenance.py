@@ -1,0 +1,165 @@
+"""What a run is made of, collected for its manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import cast
+
+from pydantic import JsonValue, TypeAdapter
+
+import arriero
+from arriero.launchers.catalog import Pipeline
+from arriero.schemas.manifest import CodeRevision, Hardware, PipelineSource, RunManifest
+
+MASK = "***"
+SECRET_NAME = re.compile(
+    r"passw(or)?d|secret|credential|api[-_]?key|(access|private)[-_]?key|auth[-_]?token", re.I
+)
+SECRET_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def manifest(
+    *,
+    run_id: str,
+    pipeline: Pipeline,
+    graph_digest: str,
+    config: object,
+    sources: Mapping[str, str],
+    seed: int,
+    started: datetime,
+    argv: Sequence[str],
+) -> RunManifest:
+    """Everything known about the run that is about to start on this machine. It asks git and nvidia-smi."""
+    function = pipeline.function
+    adapter: TypeAdapter[object] = TypeAdapter(pipeline.config_type)
+    dumped = adapter.dump_python(config, mode="json", fallback=_text)
+    return RunManifest(
+        run_id=run_id,
+        pipeline=PipelineSource(
+            function=f"{function.__module__}:{pipeline.name}",
+            file=str(pipeline.file),
+            sha256=hashlib.sha256(pipeline.file.read_bytes()).hexdigest(),
+        ),
+        graph_digest=graph_digest,
+        config=cast("dict[str, JsonValue]", masked(dumped)),
+        sources=dict(sources),
+        seed=seed,
+        code=revisions([Path(arriero.__file__).parent, pipeline.file.parent]),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages=packages(),
+        hardware=hardware(),
+        host=platform.node(),
+        pid=os.getpid(),
+        started=started,
+        argv=masked_words(argv),
+    )
+
+
+def _text(value: object) -> str:
+    """What has no JSON form: a function or class by its import path, anything else as its repr."""
+    module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    return f"{module}:{name}" if name else repr(value)
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of this name holds something that nobody else may read."""
+    return SECRET_NAME.search(name) is not None
+
+
+def masked(value: JsonValue, name: str = "") -> JsonValue:
+    """The value with secrets replaced, which are told by the names of their keys or stand in an address."""
+    if isinstance(value, dict):
+        return {k: masked(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [masked(v, name) for v in value]
+    if value not in (None, "") and is_secret(name):
+        return MASK
+    return SECRET_IN_ADDRESS.sub(MASK, value) if isinstance(value, str) else value
+
+
+def masked_words(argv: Sequence[str]) -> tuple[str, ...]:
+    """A command line with the values of secret options replaced."""
+    found: list[str] = []
+    secret = False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            secret = is_secret(name)
+            found.append(f"{name}={MASK}" if secret and equals else name + equals + _mask_json(value))
+        else:
+            found.append(MASK if secret else _mask_json(word))
+    return tuple(found)
+
+
+def _mask_json(word: str) -> str:
+    # A section given as JSON may hold a secret; what JSON it was stands in the manifest's config.
+    return (
+        MASK
+        if word.startswith(("{", "[")) and SECRET_NAME.search(word)
+        else SECRET_IN_ADDRESS.sub(MASK, word)
+    )
+
+
+def revisions(folders: Iterable[Path]) -> tuple[CodeRevision, ...]:
+    """The git repositories around these folders, each once; none where there is no git."""
+    roots = dict.fromkeys(_git(folder, "rev-parse", "--show-toplevel").strip() for folder in folders)
+    found: list[CodeRevision] = []
+    for root in (r for r in roots if r):
+        commit = _git(Path(root), "rev-parse", "HEAD").strip()
+        if not commit:
+            continue
+        diff = _git(Path(root), "diff", "HEAD", "--no-ext-diff")
+        dirty = bool(_git(Path(root), "status", "--porcelain").strip())
+        digest = hashlib.sha256(diff.encode()).hexdigest() if diff else ""
+        found.append(CodeRevision(root=root, commit=commit, dirty=dirty, diff_sha256=digest))
+    return tuple(found)
+
+
+def _git(folder: Path, *words: str) -> str:
+    return _output(["git", "-C", str(folder), *words])
+
+
+def _output(command: list[str]) -> str:
+    """What the command prints; "" if it isn't there, fails or takes longer than 10 s."""
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def packages() -> dict[str, str]:
+    """Versions of arriero and of the packages it requires, as far as they are installed."""
+    try:
+        required = importlib.metadata.requires("arriero") or []
+    except importlib.metadata.PackageNotFoundError:
+        required = []
+    names = [re.split(r"[^A-Za-z0-9._-]", r, maxsplit=1)[0] for r in required if "extra ==" not in r]
+    found = {"arriero": arriero.__version__}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> Hardware:
+    """CPUs this process may use, memory of the machine, and the GPUs that nvidia-smi lists."""
+    import psutil
+
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    return Hardware(
+        cpus=len(os.sched_getaffinity(0)),
+        memory_mb=psutil.virtual_memory().total >> 20,
+        gpus=tuple(line.strip() for line in _output(query).splitlines() if line.strip()),
+    )

@@ -1,0 +1,58 @@
+"""`manifest.json`: what a run was made of. Passwords in options and addresses are masked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import AwareDatetime, Field, JsonValue, NonNegativeInt, PositiveInt
+
+from arriero.schemas.messages import Message
+
+
+class CodeRevision(Message):
+    """A git repository that code came from. `diff_sha256` is of `git diff HEAD`, empty where nothing changed.
+
+    `dirty` is also true for untracked files, which the hash doesn't cover.
+    """
+
+    root: str
+    commit: str
+    dirty: bool
+    diff_sha256: str = ""
+
+
+class Hardware(Message):
+    """The machine that the run was started on. `gpus` are names and memory as the driver reports them."""
+
+    cpus: PositiveInt
+    memory_mb: NonNegativeInt
+    gpus: tuple[str, ...] = ()
+
+
+class PipelineSource(Message):
+    """The pipeline function `module:name` and the file it stands in."""
+
+    function: str
+    file: str
+    sha256: str
+
+
+class RunManifest(Message):
+    """`sources`: for each dotted key of `config` "default", the configuration file, or "command line"."""
+
+    format: Literal[1] = 1
+    run_id: str
+    pipeline: PipelineSource
+    graph_digest: str
+    config: dict[str, JsonValue]
+    sources: dict[str, str]
+    seed: NonNegativeInt
+    code: tuple[CodeRevision, ...] = ()
+    python: str
+    platform: str
+    packages: dict[str, str] = Field(default_factory=dict)
+    hardware: Hardware
+    host: str
+    pid: PositiveInt
+    started: AwareDatetime
+    argv: tuple[str, ...]
