@@ -195,9 +195,6 @@ def _start(ready: Ready, argv: list[str]) -> int:
         Path(given.run_dir) if given.run_dir else rundir.default_path(name, now), overwrite=given.overwrite
     )
     run.begin(ready.spec, options, manifest)
-    if path:
-        # Processes started from here find the pipeline's module as this one does.
-        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (path, os.environ.get("PYTHONPATH", "")) if p)
     if not given.quiet:
         print(f"arriero: run directory {run.path}", file=sys.stderr)
     from arriero.launchers import launch
