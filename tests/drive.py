@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Generic, TypeVar
 
+from arriero.engine.runtime.context import Context, entered
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Dropped, Record
 
@@ -44,6 +47,17 @@ async def outputs(run: AsyncIterator[T | Dropped], first: int | None = None) -> 
         if len(found) == first:
             break
     return found
+
+
+@contextmanager
+def in_admission_order(staleness: int) -> Generator[None, None, None]:
+    """What runs inside is part of a deterministic run of this bound."""
+    place = Context(
+        run_id="test", run_dir=Path(), node="node", replica=0, rank=0, ranks=1, seed=0, deterministic=True,
+        staleness=staleness, loop="weights",
+    )  # fmt: skip
+    with entered(place):
+        yield
 
 
 def kept(records: Iterable[T | Dropped]) -> list[T]:

@@ -23,7 +23,7 @@ from arriero.schemas.messages import (
     ScoredGroup,
     Split,
 )
-from tests.drive import Alone, dropped, kept, outputs, stream
+from tests.drive import Alone, dropped, in_admission_order, kept, outputs, stream
 
 OK, WRONG, ERROR, TIMEOUT = Outcome.OK, Outcome.WRONG, Outcome.ERROR, Outcome.TIMEOUT
 
@@ -150,7 +150,9 @@ async def test_ordered_batches_at_staleness_zero_are_sorted_arrivals(arrival: li
     # Synchronous: the second three are admitted after the first batch is trained.
     first, second = [i for i in arrival if i < 3], [i for i in arrival if i >= 3]
     records = [scored(i, 1, 0) for i in first + second]
-    assert order(await run(GroupAdvantage(groups=3, ordered=True), *records)) == [[0, 1, 2], [3, 4, 5]]
+    with in_admission_order(staleness=0):
+        found = await run(GroupAdvantage(groups=3), *records)
+    assert order(found) == [[0, 1, 2], [3, 4, 5]]
 
 
 @given(
@@ -164,15 +166,16 @@ async def test_ordered_batches_hold_the_next_admitted_groups_whatever_arrives_wh
     chance: random.Random, staleness: int, groups: int, lost: set[int], start: int
 ) -> None:
     """Admission as the runtime does it; `lost` are dropped elsewhere; arrivals in any order; also resumed."""
-    component = GroupAdvantage(groups=groups, ordered=True, staleness=staleness, drop_last=True)
+    component = GroupAdvantage(groups=groups, drop_last=True)
     source = Arrivals(chance, window=(staleness + 1) * groups, lost={start + i for i in lost}, start=start)
     run = component.run(source.stream())
     wanted = (i for i in range(start, start + 1000) if i not in source.lost)
-    for _ in range(6):
-        batch = await anext(run)
-        assert isinstance(batch, Batch)
-        assert batch.parents == tuple(f"s{next(wanted)}" for _ in range(groups))
-        source.in_flight -= groups
+    with in_admission_order(staleness):
+        for _ in range(6):
+            batch = await anext(run)
+            assert isinstance(batch, Batch)
+            assert batch.parents == tuple(f"s{next(wanted)}" for _ in range(groups))
+            source.in_flight -= groups
 
 
 class Arrivals:
@@ -204,15 +207,17 @@ class Arrivals:
 
 async def test_an_ordered_batch_passes_over_what_it_dropped_itself() -> None:
     # At staleness 2 nothing but the known drop of 1 tells that 0 and 2 are the next two.
-    component = GroupAdvantage(groups=2, ordered=True, staleness=2, filter_constant=True)
+    component = GroupAdvantage(groups=2, filter_constant=True)
     source = stream([scored(2, 1, 0), scored(1, 1, 1), scored(0, 1, 0)], ScoredGroup)
-    found = await outputs(component.run(source), first=2)
+    with in_admission_order(staleness=2):
+        found = await outputs(component.run(source), first=2)
     assert order(found) == [[0, 2]]
 
 
 async def test_at_the_end_of_the_stream_the_rest_is_ordered_too() -> None:
-    component = GroupAdvantage(groups=2, ordered=True, staleness=3)
-    assert order(await run(component, *(scored(i, 1, 0) for i in (9, 4, 7, 5, 6)))) == [[4, 5], [6, 7], [9]]
+    with in_admission_order(staleness=3):
+        found = await run(GroupAdvantage(groups=2), *(scored(i, 1, 0) for i in (9, 4, 7, 5, 6)))
+    assert order(found) == [[4, 5], [6, 7], [9]]
 
 
 class Four:
@@ -230,13 +235,6 @@ def test_check_refuses_groups_too_small_for_the_baseline() -> None:
     assert "samples=1" in next(
         iter(GroupAdvantage(groups=2, baseline="none", std=True).problems(Alone(One())))
     )
-
-
-def test_check_refuses_an_order_for_another_staleness() -> None:
-    component = GroupAdvantage(groups=2, ordered=True, staleness=1)
-    assert list(component.problems(Alone(staleness=1))) == []
-    assert "staleness=1 in a loop of 2" in next(iter(component.problems(Alone(staleness=2))))
-    assert list(GroupAdvantage(groups=2).problems(Alone(staleness=2))) == []
 
 
 def test_a_firing_takes_as_many_groups_as_a_batch_holds() -> None:

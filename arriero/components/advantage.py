@@ -10,11 +10,12 @@ from dataclasses import field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from pydantic import ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantages import Baseline, group_advantage
 from arriero.engine.graph import GraphView, Rates
+from arriero.engine.runtime.context import admission_order, count
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Batch, Dropped, Outcome, Rollout, Sample, Score, ScoredGroup
 
@@ -36,11 +37,11 @@ class GroupAdvantage:
     Rollouts without a verdict (error, timeout) count neither in the baseline nor in the batch; a group that
     is then too small for its baseline is dropped as invalid. Held-out groups are dropped as filtered.
 
-    `ordered`: a batch holds the groups with the smallest admission numbers that weren't dropped, in that
-    order, whatever the order of arrival. A missing number may still come, or was dropped elsewhere; it is
-    known to be gone once (staleness + 1) * groups are held, since no more are ever admitted, not dropped and
-    in no batch (as long as the trainer drops none). Under staleness 0 this costs nothing; above, a batch may
-    wait for its slowest group, and the input must hold (staleness + 1) * groups unacknowledged records.
+    In a deterministic run a batch holds the groups with the smallest admission numbers that weren't dropped,
+    in that order, whatever the order of arrival. A missing number may still come, or was dropped elsewhere;
+    it is known to be gone once (staleness + 1) * groups are held, since no more are ever admitted, not
+    dropped and in no batch (as long as the trainer drops none). Under staleness 0 this costs nothing; above,
+    a batch may wait for its slowest group, and the input must hold that many unacknowledged records.
     """
 
     groups: PositiveInt
@@ -50,8 +51,6 @@ class GroupAdvantage:
         False  # drop groups whose rewards are all equal (DAPO, arXiv:2503.14476, section 3.2)
     )
     drop_last: bool = False  # the part of a batch at the end of the stream
-    ordered: bool = False
-    staleness: NonNegativeInt = 0  # the loop's bound; for `ordered` only
 
     def rates(self) -> Rates:
         return Rates(consumes={"scored": self.groups})
@@ -60,13 +59,11 @@ class GroupAdvantage:
         for source in view.upstream(HasSamples):  # type: ignore[type-abstract]  # an instance check needs no class
             if why := self._too_small(source.samples):
                 yield f"baseline={self.baseline}, std={self.std} with samples={source.samples}: {why}"
-        if self.ordered and view.staleness not in (None, self.staleness):
-            yield f"ordered with staleness={self.staleness} in a loop of {view.staleness}; set them equal"
 
     async def run(self, scored: Stream[ScoredGroup]) -> AsyncIterator[Batch | Dropped]:
-        waiting = _Waiting(
-            groups=self.groups, most=(self.staleness + 1) * self.groups if self.ordered else self.groups
-        )
+        bound = admission_order()
+        ordered = bound is not None
+        waiting = _Waiting(groups=self.groups, most=((bound or 0) + 1) * self.groups)
         async for record in scored:
             ready = self._samples(record)
             if isinstance(ready, Dropped):
@@ -74,9 +71,9 @@ class GroupAdvantage:
                 yield ready
             else:
                 waiting.add(_origin(record), _Ready(id=record.id, samples=ready))
-            while groups := waiting.next(ordered=self.ordered):
+            while groups := waiting.next(ordered=ordered):
                 yield _batch(groups)
-        for groups in waiting.rest(ordered=self.ordered):
+        for groups in waiting.rest(ordered=ordered):
             if len(groups) == self.groups or not self.drop_last:
                 yield _batch(groups)
             else:
@@ -96,6 +93,7 @@ class GroupAdvantage:
             if score.outcome in (Outcome.OK, Outcome.WRONG)
         ]
         if left_out := len(record.scores) - len(usable):
+            count("rollouts_without_verdict", left_out)
             kinds = Counter(
                 s.outcome.value for s in record.scores if s.outcome not in (Outcome.OK, Outcome.WRONG)
             )

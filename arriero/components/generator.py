@@ -61,7 +61,9 @@ class Generator:
                 f"sampling.max_new_tokens={self.sampling.max_new_tokens}; lower it"
             )
 
-    async def run(self, prompts: Stream[Prompt], weights: Stream[Weights]) -> AsyncIterator[RolloutGroup | Dropped]:
+    async def run(
+        self, prompts: Stream[Prompt], weights: Stream[Weights]
+    ) -> AsyncIterator[RolloutGroup | Dropped]:
         with ComputeThread("generator") as compute:
             work = await compute(_Decoding, self, current())
             try:
@@ -129,7 +131,12 @@ class _Decoding:
         self._max_length = config.context or int(getattr(model.config, "max_position_embeddings", 4096))
         self._config, self._context = config, context
         self._engine: DecodeEngine = DecodeEngine(
-            model, self.tokenizer, config.sampling, slots=config.slots, max_length=self._max_length, device=device
+            model,
+            self.tokenizer,
+            config.sampling,
+            slots=config.slots,
+            max_length=self._max_length,
+            device=device,
         )
         self._into = dict(model.state_dict())
         self._receiver: WeightReceiver = WeightReceiver(f"{context.node}-{context.replica}")
@@ -149,7 +156,9 @@ class _Decoding:
         if weights.version == self.version:
             return
         if weights.manifest is None:
-            raise ValueError(f"version {weights.version} came without a manifest; its producer must publish weights")
+            raise ValueError(
+                f"version {weights.version} came without a manifest; its producer must publish weights"
+            )
         self._receiver.receive(weights.manifest, self._into)
         self._engine.set_version(weights.version)
         self.version = weights.version
@@ -201,7 +210,9 @@ class _Decoding:
         if len(valid) < len(done):
             self._context.count("invalid_rollouts", len(done) - len(valid))
         if not valid:
-            return Dropped(parent=prompt.id, reason="invalid", detail="no rollout has finite log-probabilities")
+            return Dropped(
+                parent=prompt.id, reason="invalid", detail="no rollout has finite log-probabilities"
+            )
         return RolloutGroup(prompt=prompt, rollouts=tuple(self._rollout(ids, c) for c in valid))
 
     def _rollout(self, ids: list[int], completion: Completion) -> Rollout:
@@ -225,4 +236,3 @@ class _Decoding:
 
     def close(self) -> None:
         self._receiver.close()
-

@@ -90,7 +90,11 @@ class Trainer:
 
         from arriero.components.training import TrainState, load_policy
 
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         model, tokenizer = load_policy(self.model, device=device)
         return TrainState(
             model, tokenizer, loss=self.loss, optimizer=self.optimizer, steps=self.steps,

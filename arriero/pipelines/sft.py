@@ -35,7 +35,11 @@ def sft(cfg: SFTConfig) -> Graph:
     batcher = SupervisedBatch(model=cfg.model, examples=cfg.examples_per_step, max_length=cfg.max_length)
     batches = g.add(batcher, name="batch")(examples)
     trainer = Trainer(
-        model=cfg.model, loss=CrossEntropy(), steps=cfg.steps, optimizer=cfg.optimizer, token_budget=cfg.token_budget
+        model=cfg.model,
+        loss=CrossEntropy(),
+        steps=cfg.steps,
+        optimizer=cfg.optimizer,
+        token_budget=cfg.token_budget,
     )
     g.add(trainer, ranks=cfg.ranks)(batches)
     return g

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,3 +54,25 @@ def current() -> Context:
 def enter(context: Context) -> None:
     """Make `context` current in this task and in those it starts."""
     _CURRENT.set(context)
+
+
+@contextmanager
+def entered(context: Context) -> Generator[None, None, None]:
+    """`context` is current inside."""
+    token = _CURRENT.set(context)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def admission_order() -> int | None:
+    """The staleness bound, if batches have to be in admission order (`--deterministic`); else None."""
+    context = _CURRENT.get(None)
+    return context.staleness if context is not None and context.deterministic else None
+
+
+def count(name: str, number: int = 1) -> None:
+    """Add to a named counter of the node that is running; outside a run nobody counts."""
+    if (context := _CURRENT.get(None)) is not None:
+        context.count(name, number)
