@@ -1,0 +1,419 @@
+"""The decode engine against plain forward passes, `generate` and exact probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+from arriero.components.decoding import Completion, DecodeEngine, Request
+from arriero.components.sampling import Sampling, draw, nucleus, sampling_logprobs, uniforms
+from tests.tiny_models import EOS, save_tiny_llama, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
+
+torch.set_num_threads(1)
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tiny_llama(scale=8.0),
+    "llama, grouped heads, tied": lambda: tiny_llama(kv_heads=2, tied=True, scale=8.0),
+    "gpt2": lambda: tiny_gpt2(scale=8.0),
+    "qwen2": lambda: tiny_qwen2(scale=8.0),
+}
+PROMPTS = ((5, 6, 7), (9, 8, 7, 6, 5, 4, 10, 11), (12,), (30, 4, 4, 20, 21), (5, 6, 7))
+
+
+def engine_of(
+    model: PreTrainedModel, sampling: Sampling, *, slots: int = 4, max_length: int = 48, **options: Any
+) -> DecodeEngine:
+    return DecodeEngine(model, tiny_tokenizer(), sampling, slots=slots, max_length=max_length, **options)
+
+
+def endless(model: Any) -> PreTrainedModel:
+    """The model with an end-of-sequence token that it never draws."""
+    bias = torch.zeros(model.config.vocab_size)
+    bias[EOS] = -math.inf
+    model.lm_head.bias = torch.nn.Parameter(bias)
+    changed: PreTrainedModel = model
+    return changed
+
+
+def requests(prompts: Sequence[Sequence[int]], *, seed: int = 0) -> list[Request]:
+    return [Request(key=str(i), prompt_ids=prompt, seed=seed + i) for i, prompt in enumerate(prompts)]
+
+
+def run_all(engine: DecodeEngine, waiting: Sequence[Request]) -> dict[str, Completion]:
+    """Everything sampled, each request added as soon as there is room for it."""
+    waiting = list(waiting)
+    done: dict[str, Completion] = {}
+    while waiting or not engine.idle:
+        now, waiting = waiting[: engine.room()], waiting[engine.room() :]
+        engine.add(now)
+        done |= {completion.key: completion for completion in engine.step()}
+    return done
+
+
+def forward_logprobs(
+    model: Any, prompt: Sequence[int], response: NDArray[np.int32], temperature: float
+) -> NDArray[np.float32]:
+    """Log-probabilities [R] of a response by one forward pass over the whole sequence, without a cache."""
+    token_ids = torch.tensor([[*prompt, *response.tolist()]])
+    with torch.no_grad():
+        logp_LV = (model(input_ids=token_ids).logits[0] / temperature).log_softmax(-1)
+    chosen = logp_LV[len(prompt) - 1 : -1].gather(-1, token_ids[0, len(prompt) :, None])[:, 0]
+    result: NDArray[np.float32] = chosen.numpy()
+    return result
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_equal_a_plain_forward_pass_with_reused_slots(
+    name: str, temperature: float
+) -> None:
+    model = endless(MODELS[name]())
+    engine = engine_of(model, Sampling(max_new_tokens=20, temperature=temperature), slots=3)
+    ten = [
+        Request(key=str(i), prompt_ids=PROMPTS[i % 5], seed=i, max_new_tokens=1 + (7 * i) % 20)
+        for i in range(10)
+    ]
+    done = run_all(engine, ten)
+    for request in ten:
+        completion = done[request.key]
+        assert len(completion.token_ids) == request.max_new_tokens
+        expected = forward_logprobs(model, list(request.prompt_ids), completion.token_ids, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
+        assert completion.finish == "length"
+
+
+def test_requests_that_arrive_while_others_run_leave_those_unchanged() -> None:
+    model = endless(tiny_llama(scale=8.0))
+    alone = run_all(engine_of(model, Sampling(max_new_tokens=30)), requests([PROMPTS[0]]))["0"]
+    engine = engine_of(model, Sampling(max_new_tokens=30))
+    engine.add(requests([PROMPTS[0]]))
+    done: list[Completion] = []
+    for step in range(30):
+        if step in (3, 11, 12):
+            newcomer = Request(
+                key=f"late {step}", prompt_ids=tuple(range(4, 20)), seed=step, max_new_tokens=5
+            )
+            engine.add([newcomer])
+        done += engine.step()
+    together = next(completion for completion in done if completion.key == "0")
+    np.testing.assert_array_equal(together.token_ids, alone.token_ids)
+    np.testing.assert_allclose(together.logprobs, alone.logprobs, atol=1e-5)
+    for completion in done:
+        prompt = PROMPTS[0] if completion.key == "0" else tuple(range(4, 20))
+        expected = forward_logprobs(model, prompt, completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_the_same_requests_give_the_same_bits() -> None:
+    model = tiny_llama(scale=8.0)
+    first = run_all(engine_of(model, Sampling(max_new_tokens=16)), requests(PROMPTS * 3))
+    second = run_all(engine_of(model, Sampling(max_new_tokens=16)), requests(PROMPTS * 3))
+    for key, completion in first.items():
+        assert completion.token_ids.tobytes() == second[key].token_ids.tobytes()
+        assert completion.logprobs.tobytes() == second[key].logprobs.tobytes()
+
+
+def test_greedy_tokens_equal_those_of_generate() -> None:
+    model: Any = endless(tiny_llama(scale=8.0))
+    done = run_all(engine_of(model, Sampling(max_new_tokens=24, greedy=True)), requests(PROMPTS))
+    for key, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            expected = model.generate(
+                input_ids=torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=24,
+            )
+        assert done[str(key)].token_ids.tolist() == expected[0, len(prompt) :].tolist()
+
+
+def test_a_prompt_that_several_requests_share_is_computed_once() -> None:
+    model = tiny_llama()
+    tokens_seen: list[int] = []
+
+    def count(module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        tokens_seen.append(arguments[0].numel())
+
+    model.model.embed_tokens.register_forward_pre_hook(count)
+    engine = engine_of(model, Sampling(max_new_tokens=4), slots=16)
+    engine.add(requests([PROMPTS[1]] * 10))
+    engine.step()
+    assert tokens_seen == [len(PROMPTS[1])]
+
+
+def test_many_prompts_are_computed_in_passes_of_bounded_size() -> None:
+    model = endless(tiny_llama(scale=8.0))
+    whole = run_all(engine_of(model, Sampling(max_new_tokens=6), slots=8), requests(PROMPTS))
+    parts = run_all(
+        engine_of(model, Sampling(max_new_tokens=6), slots=8, prefill_tokens=7), requests(PROMPTS)
+    )
+    for key, completion in whole.items():
+        np.testing.assert_array_equal(completion.token_ids, parts[key].token_ids)
+        np.testing.assert_allclose(completion.logprobs, parts[key].logprobs, atol=1e-5)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch() -> None:
+    model = tiny_llama(scale=8.0)
+    wanted = Request(key="wanted", prompt_ids=PROMPTS[1], seed=77)
+    alone = run_all(engine_of(model, Sampling(max_new_tokens=16)), [wanted])["wanted"]
+    for neighbours in (1, 6):
+        others = requests(PROMPTS[:1] * neighbours, seed=1000)
+        among = run_all(engine_of(model, Sampling(max_new_tokens=16)), [*others, wanted])["wanted"]
+        np.testing.assert_array_equal(among.token_ids, alone.token_ids)
+
+
+def test_a_response_cut_in_two_and_continued_draws_the_same_tokens() -> None:
+    model = endless(tiny_llama(scale=8.0))
+    whole = run_all(engine_of(model, Sampling(max_new_tokens=20)), requests(PROMPTS[:1]))["0"]
+    engine = engine_of(model, Sampling(max_new_tokens=20))
+    head = run_all(engine, [Request(key="a", prompt_ids=PROMPTS[0], seed=0, max_new_tokens=8)])["a"]
+    longer = [*PROMPTS[0], *head.token_ids.tolist()]
+    tail = run_all(engine, [Request(key="b", prompt_ids=longer, seed=0, max_new_tokens=12)])["b"]
+    assert [*head.token_ids, *tail.token_ids] == whole.token_ids.tolist()
+
+
+def test_sampled_frequencies_follow_the_exact_probabilities() -> None:
+    model: Any = tiny_llama(vocab_size=8, scale=12.0)
+    num_samples, temperature = 4000, 0.8
+    sampling = Sampling(max_new_tokens=1, temperature=temperature)
+    engine = DecodeEngine(model, tiny_tokenizer(8), sampling, slots=num_samples, max_length=8)
+    done = run_all(engine, requests([(4, 5, 6)] * num_samples))
+    counts = np.bincount([completion.token_ids[0] for completion in done.values()], minlength=8)
+    with torch.no_grad():
+        logits_V = model(input_ids=torch.tensor([[4, 5, 6]])).logits[0, -1]
+    expected = (logits_V / temperature).softmax(-1).double().numpy() * num_samples
+    assert expected.min() > 5
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < 24.32  # the 99.9 % point for 7 degrees of freedom, from tables
+
+
+def test_uniform_numbers_are_uniform_over_seeds_and_positions() -> None:
+    seeds = np.repeat(np.arange(200, dtype=np.uint64), 100)
+    numbers = uniforms(seeds, np.tile(np.arange(100), 200))
+    assert 0.0 <= numbers.min() <= numbers.max() < 1.0
+    counts = np.bincount((numbers * 50).astype(int), minlength=50)
+    assert ((counts - 400) ** 2 / 400).sum() < 85.35  # the 99.9 % point for 49 degrees of freedom
+    grid = numbers.reshape(200, 100)
+    assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.03
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits_BV = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).expand(3, 5)
+    edges_B = torch.tensor([0.0, 0.5, 1.0 - 2.0**-52], dtype=torch.float64)
+    token_B, logprob_B = draw(logits_BV, edges_B, Sampling())
+    assert torch.equal(token_B, torch.tensor([1, 3, 3]))
+    torch.testing.assert_close(logprob_B, torch.full((3,), math.log(0.5)))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.3, [0]), (0.49, [0]), (0.51, [0, 1]), (0.74, [0, 1]), (0.8, [0, 1, 2]), (0.9, [0, 1, 2, 3])],
+)
+def test_top_p_keeps_exactly_the_nucleus_and_renormalises(top_p: float, kept: list[int]) -> None:
+    # Shuffled, so that the order of ids isn't that of probabilities: 1/2, 1/4, 1/8, 1/16, 1/16.
+    ids, probabilities = [3, 0, 4, 1, 2], torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
+    logits_1V = torch.empty(1, 5)
+    logits_1V[0, ids] = probabilities.log()
+    expected_1V = torch.zeros(1, 5, dtype=torch.bool)
+    expected_1V[0, [ids[rank] for rank in kept]] = True
+    assert torch.equal(nucleus(logits_1V, top_p), expected_1V)
+    logp_V = sampling_logprobs(logits_1V, Sampling(top_p=top_p))[0]
+    mass = float(probabilities[kept].sum())
+    for rank in range(5):
+        want = math.log(float(probabilities[rank]) / mass) if rank in kept else -math.inf
+        assert float(logp_V[ids[rank]]) == pytest.approx(want)
+
+
+def test_top_p_samples_stay_in_the_nucleus_of_the_model() -> None:
+    model: Any = endless(tiny_llama(scale=8.0))
+    sampling = Sampling(max_new_tokens=8, top_p=0.4, temperature=0.7)
+    for key, completion in run_all(engine_of(model, sampling), requests(PROMPTS * 4)).items():
+        sequence = torch.tensor([[*PROMPTS[int(key) % 5], *completion.token_ids.tolist()]])
+        with torch.no_grad():
+            logits_RV = model(input_ids=sequence).logits[0, -len(completion.token_ids) - 1 : -1]
+        logp_RV = sampling_logprobs(logits_RV, sampling)
+        assert logp_RV.isfinite().sum(-1).max() < 32
+        expected = logp_RV.gather(-1, sequence[0, -len(completion.token_ids) :, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_weights_changed_between_steps_mark_later_tokens_only() -> None:
+    model = endless(tiny_llama(scale=8.0))
+    engine = engine_of(model, Sampling(max_new_tokens=6), version=3)
+    engine.add(requests(PROMPTS[:2]))
+    engine.step()
+    engine.step()
+    engine.load(endless(tiny_llama(scale=8.0, seed=1)).state_dict(), version=4)
+    done = run_all(engine, [])
+    for completion in done.values():
+        assert completion.versions.tolist() == [3, 3, 4, 4, 4, 4]
+    late = run_all(engine, requests(PROMPTS[2:3]))["0"]
+    expected = forward_logprobs(endless(tiny_llama(scale=8.0, seed=1)), PROMPTS[2], late.token_ids, 1.0)
+    np.testing.assert_allclose(late.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_running_requests_keep_old_keys_unless_recomputed(recompute: bool) -> None:
+    model, newer = endless(tiny_llama(scale=8.0)), endless(tiny_llama(scale=8.0, seed=1))
+    engine = engine_of(model, Sampling(max_new_tokens=12), slots=5)
+    engine.add(requests(PROMPTS))
+    for _ in range(5):
+        engine.step()
+    engine.load(newer.state_dict(), version=1)
+    if recompute:
+        engine.recompute()
+    gaps: list[float] = []
+    for key, completion in run_all(engine, []).items():
+        expected = forward_logprobs(newer, PROMPTS[int(key)], completion.token_ids, 1.0)[5:]
+        gaps.append(float(np.abs(completion.logprobs[5:] - expected).max()))
+    assert (max(gaps) < 1e-4) == recompute
+
+
+def test_weights_of_another_shape_or_name_are_refused_and_nothing_is_loaded() -> None:
+    model = tiny_llama()
+    engine = engine_of(model, Sampling(max_new_tokens=4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for wrong in (tiny_llama(hidden=16).state_dict(), {**before, "surplus": torch.zeros(1)}, {}):
+        with pytest.raises(ValueError, match="weights 9 are not those of this model"):
+            engine.load(wrong, version=9)
+    assert engine.version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_end_of_sequence_token_ends_a_response_and_belongs_to_it() -> None:
+    done = run_all(engine_of(tiny_llama(), Sampling(max_new_tokens=40)), requests(PROMPTS * 8))
+    ends = [completion for completion in done.values() if completion.finish == "stop"]
+    assert len(ends) > 20
+    for completion in done.values():
+        assert EOS not in completion.token_ids[:-1]
+        assert (completion.token_ids[-1] == EOS) == (completion.finish == "stop")
+
+
+@pytest.mark.parametrize("stop", [("1",), ("42",), ("0", "\n"), ("+ ", "(5")])
+def test_a_response_ends_at_the_first_stop_string(stop: tuple[str, ...]) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    model = endless(tiny_llama())
+    sampling = Sampling(max_new_tokens=40, stop=stop)
+    free = run_all(engine_of(model, Sampling(max_new_tokens=40)), requests(PROMPTS * 8))
+    done = run_all(engine_of(model, sampling), requests(PROMPTS * 8))
+    for key, completion in done.items():
+        text: str = tokenizer.decode(free[key].token_ids.tolist())
+        first = min((text.find(each) + len(each) for each in stop if each in text), default=None)
+        assert completion.finish == ("length" if first is None else "stop")
+        assert tokenizer.decode(completion.token_ids.tolist()) == text[:first]
+    assert any(completion.finish == "stop" for completion in done.values())
+
+
+def test_non_finite_logits_end_one_response_and_leave_its_neighbours_alone() -> None:
+    model, poison = endless(tiny_llama(scale=8.0)), 31
+    clean = run_all(engine_of(model, Sampling(max_new_tokens=12)), requests(PROMPTS * 2))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["model.embed_tokens.weight"][poison] = math.nan
+    engine = engine_of(model, Sampling(max_new_tokens=12))
+    engine.load(state, version=0)
+    bad = Request(key="bad", prompt_ids=(4, poison, 5), seed=1)
+    done = run_all(engine, [bad, *requests(PROMPTS * 2)])
+    assert done["bad"].finish == "error"
+    assert len(done["bad"].token_ids) == len(done["bad"].logprobs) == 0
+    for key, completion in clean.items():
+        cut = [*np.flatnonzero(completion.token_ids == poison), len(completion.token_ids) - 1][0] + 1
+        np.testing.assert_array_equal(done[key].token_ids, completion.token_ids[:cut])
+        assert np.isfinite(done[key].logprobs).all()
+        assert done[key].finish == ("length" if cut == 12 else "error")
+
+
+def test_a_cancelled_request_makes_room_and_the_others_go_on() -> None:
+    model = endless(tiny_llama(scale=8.0))
+    engine = engine_of(model, Sampling(max_new_tokens=10))
+    engine.add(requests(PROMPTS[:4]))
+    engine.step()
+    engine.cancel("1")
+    engine.cancel("nobody")
+    assert engine.room() == 1
+    engine.add([Request(key="waiting", prompt_ids=PROMPTS[0], seed=9)])
+    engine.cancel("waiting")
+    done = run_all(engine, [])
+    assert sorted(done) == ["0", "2", "3"]
+    for key, completion in done.items():
+        expected = forward_logprobs(model, PROMPTS[int(key)], completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_a_request_that_cannot_run_is_refused_with_its_key_and_the_limit() -> None:
+    engine = engine_of(tiny_llama(), Sampling(max_new_tokens=8), slots=2, max_length=20)
+    with pytest.raises(ValueError, match=r"'long': the prompt has 13 tokens, but must have 1\.\.12"):
+        engine.add([Request(key="long", prompt_ids=(5,) * 13, seed=0)])
+    with pytest.raises(ValueError, match=r"'empty': the prompt has 0 tokens"):
+        engine.add([Request(key="empty", prompt_ids=(), seed=0)])
+    with pytest.raises(ValueError, match=r"'greedy': max_new_tokens is 9, but must lie in 1\.\.8"):
+        engine.add([Request(key="greedy", prompt_ids=(5,), seed=0, max_new_tokens=9)])
+    with pytest.raises(ValueError, match=r"'a' is already under way"):
+        engine.add([Request(key="a", prompt_ids=(5,), seed=0)] * 2)
+    with pytest.raises(ValueError, match="3 requests, but room for 2"):
+        engine.add(requests(PROMPTS[:3]))
+    assert engine.idle
+    run_all(engine, [Request(key="just fits", prompt_ids=(5,) * 12, seed=0)])
+
+
+def test_a_model_with_a_window_shorter_than_the_context_is_refused() -> None:
+    config = MistralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=16,
+    )
+    with pytest.raises(ValueError, match="window of 16 tokens"):
+        engine_of(MistralForCausalLM(config), Sampling(max_new_tokens=4), max_length=17)
+    engine_of(MistralForCausalLM(config), Sampling(max_new_tokens=4), max_length=16)
+
+
+def test_eager_attention_gives_the_same_log_probabilities() -> None:
+    model = endless(tiny_llama(scale=8.0))
+    fast = run_all(engine_of(model, Sampling(max_new_tokens=8)), requests(PROMPTS))
+    changeable: Any = model
+    changeable.set_attn_implementation("eager")
+    for key, completion in run_all(engine_of(model, Sampling(max_new_tokens=8)), requests(PROMPTS)).items():
+        np.testing.assert_allclose(completion.logprobs, fast[key].logprobs, atol=1e-5)
+
+
+def test_a_saved_tiny_model_loads_and_samples_alike(tmp_path: Path) -> None:
+    loader: Any = AutoModelForCausalLM
+    tokenizers: Any = AutoTokenizer
+    saved = save_tiny_llama(tmp_path / "tiny", layers=1, seed=3)
+    tokenizer = tokenizers.from_pretrained(saved)
+    assert tokenizer.decode(tokenizer("12+34=\n(5)")["input_ids"]) == "12+34=\n(5)"
+    ours = run_all(engine_of(tiny_llama(layers=1, seed=3), Sampling(max_new_tokens=8)), requests(PROMPTS))
+    engine = DecodeEngine(
+        loader.from_pretrained(saved), tokenizer, Sampling(max_new_tokens=8), slots=4, max_length=48
+    )
+    for key, completion in run_all(engine, requests(PROMPTS)).items():
+        np.testing.assert_array_equal(completion.token_ids, ours[key].token_ids)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_gives_the_log_probabilities_of_a_plain_forward_pass() -> None:
+    model = endless(tiny_llama(scale=8.0))
+    done = run_all(engine_of(model, Sampling(max_new_tokens=20), device="cuda"), requests(PROMPTS * 3))
+    torch.nn.Module.to(model, "cpu")
+    for key, completion in done.items():
+        expected = forward_logprobs(model, PROMPTS[int(key) % 5], completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
