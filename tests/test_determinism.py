@@ -1,7 +1,11 @@
-"""A deterministic run at staleness 0 is a plain synchronous loop: the same tokens, the same weights, to the bit."""
+"""A deterministic run at staleness 0 is a plain synchronous loop: same tokens, same weights, to the bit."""
+
+# pyright: reportUnknownMemberType=false
+# The tokenizers of transformers are annotated only in part.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,8 +14,8 @@ import pytest
 import torch
 
 from arriero.components.advantages import group_advantage
-from arriero.components.decoding import DecodeEngine, Request
-from arriero.components.generator import request_seed
+from arriero.components.decoding import Completion, DecodeEngine, Request
+from arriero.components.group_decoding import request_seed
 from arriero.components.losses import AIPO
 from arriero.components.optimizer import AdamW
 from arriero.components.prompts import PromptSource
@@ -30,7 +34,9 @@ STEPS, GROUPS, SAMPLES, SEED = 4, 3, 4, 7
 OPTIMIZER = AdamW(lr=1e-2, warmup_steps=1, schedule="cosine")
 SAMPLING = Sampling(max_new_tokens=5, temperature=0.9)
 
-seen: list[tuple[str, list[int], list[float]]] = []  # what the graph's reward was given
+Sampled = tuple[str, list[int], list[float]]  # prompt, tokens, log-probabilities
+
+seen: list[Sampled] = []  # what the graph's reward was given
 
 
 def share_of_threes(prompt: Prompt, rollout: Rollout) -> float:
@@ -57,10 +63,19 @@ def run_graph(
     model: Path, data: Path, run_dir: Path, *, staleness: int, generators: int
 ) -> dict[str, torch.Tensor]:
     config = AIPOConfig(
-        model=str(model), data=PromptSource(path=str(data), seed=3), reward=Function(function=share_of_threes),
-        sampling=SAMPLING, optimizer=OPTIMIZER, steps=STEPS, staleness=staleness, groups_per_step=GROUPS,
-        samples=SAMPLES, generators=generators, rewards=2, slots=8,
-    )  # fmt: skip
+        model=str(model),
+        data=PromptSource(path=str(data), seed=3),
+        reward=Function(function=share_of_threes),
+        sampling=SAMPLING,
+        optimizer=OPTIMIZER,
+        steps=STEPS,
+        staleness=staleness,
+        groups_per_step=GROUPS,
+        samples=SAMPLES,
+        generators=generators,
+        rewards=2,
+        slots=8,
+    )
     spec = aipo(config).check()
     run = create(run_dir)
     options = RunOptions(run_id=run_dir.name, seed=SEED, deterministic=True, wait_bound_s=60)
@@ -68,9 +83,7 @@ def run_graph(
     return load_policy(run.model)[0].state_dict()
 
 
-async def run_plainly(
-    model: Path, data: Path
-) -> tuple[dict[str, torch.Tensor], list[tuple[str, list[int], list[float]]]]:
+async def run_plainly(model: Path, data: Path) -> tuple[dict[str, torch.Tensor], list[Sampled]]:
     """The same algorithm as one loop over the same prompts: no graph, no edges, no processes."""
     learner = TrainState(*load_policy(model), loss=AIPO(), optimizer=OPTIMIZER, steps=STEPS)
     policy, tokenizer = load_policy(model)
@@ -78,23 +91,26 @@ async def run_plainly(
         policy, tokenizer, SAMPLING, slots=8, max_length=policy.config.max_position_embeddings
     )
     prompts = PromptSource(path=str(data), seed=3).run()
-    rollouts: list[tuple[str, list[int], list[float]]] = []
+    rollouts: list[Sampled] = []
     for step in range(STEPS):
         engine.load(learner.model.state_dict(), step)
         samples: list[Sample] = []
         for group in range(GROUPS):
             prompt = await anext(prompts)
             ids: list[int] = tokenizer.encode(prompt.text)
-            engine.add([
-                Request(key=str(n), prompt_ids=ids, seed=request_seed(SEED, prompt.id, n)) for n in range(SAMPLES)
-            ])  # fmt: skip
-            done = []
+            engine.add(
+                [
+                    Request(key=str(n), prompt_ids=ids, seed=request_seed(SEED, prompt.id, n))
+                    for n in range(SAMPLES)
+                ]
+            )
+            done: list[Completion] = []
             while not engine.idle:
                 done += engine.step()
             done.sort(key=lambda c: int(c.key))
-            rewards = []
+            rewards: list[float] = []
             for c in done:
-                text = tokenizer.decode(c.token_ids, skip_special_tokens=True)
+                text = str(tokenizer.decode(c.token_ids, skip_special_tokens=True))
                 rewards.append(text.count("3") / 5 + text.count("7") / 10)
                 rollouts.append((prompt.id, [*ids, *c.token_ids.tolist()], c.logprobs.tolist()))
             for c, advantage in zip(done, group_advantage(rewards, baseline="leave_one_out"), strict=True):
@@ -109,7 +125,7 @@ async def run_plainly(
                         advantages=np.where(mask, np.float32(advantage), np.float32(0)),
                         logprobs=logprobs,
                         temperature=SAMPLING.temperature,
-                    )  # fmt: skip
+                    )
                 )
         learner.step(Batch(samples=tuple(samples)))
     return learner.model.state_dict(), rollouts
@@ -119,8 +135,6 @@ async def run_plainly(
 async def test_synchronous_graph_equals_a_plain_loop_to_the_bit(
     model: Path, data: Path, tmp_path: Path, generators: int
 ) -> None:
-    import asyncio
-
     seen.clear()
     weights, rollouts = await run_plainly(model, data)
     graph = await asyncio.to_thread(

@@ -1,4 +1,4 @@
-"""Heavy work off the event loop: one thread per component, so that its steps stay in order and caches warm."""
+"""Heavy work off the event loop: one thread per component, so that its steps stay in order."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def check_model_directory(path: str) -> Iterator[str]:
     """What keeps `path` from being loaded, one line each; nothing if it looks loadable."""
     directory = Path(path)
     if not directory.is_dir():
-        yield f"model {path!r} is not a directory; give a Hugging Face model directory (config.json, *.safetensors)"
+        yield f"model {path!r} is not a directory; give one with config.json and *.safetensors"
         return
     if not (directory / "config.json").is_file():
         yield f"model {path!r} is not a model directory: it has no config.json"

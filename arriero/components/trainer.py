@@ -35,8 +35,8 @@ class Samples(Protocol):
 class Trainer:
     """Trains `model` for `steps` optimizer steps, and saves it under `model/` of the run directory.
 
-    Micro-batches hold up to `token_budget` tokens, padding included; they don't change the result. With several
-    ranks every rank trains its share of each batch. `horizon` is the divisor of `aggregation="fixed_length"`.
+    Micro-batches hold up to `token_budget` tokens, padding included; they don't change the result. With
+    several ranks each trains its share of every batch. `horizon` divides under `aggregation="fixed_length"`.
     """
 
     model: str
@@ -57,17 +57,16 @@ class Trainer:
         loss = type(self.loss).__name__
         if self.aggregation == "fixed_length" and self.horizon is None:
             yield "aggregation=fixed_length needs horizon, the number of tokens to divide by"
-        if view.staleness and self.loss.needs_behaviour and not self.loss.ratio_control:
-            yield f"staleness {view.staleness} with {loss}, which has no ratio control; use AIPO or a clipped loss"
-        if view.staleness and not self.loss.needs_behaviour:
-            yield f"staleness {view.staleness} with {loss}, which ignores who sampled the data; use AIPO or a clipped loss"
-        for sampler in view.upstream(Samples):
+        if view.staleness and not self.loss.ratio_control:
+            yield f"staleness {view.staleness} with {loss}, which controls no ratio; use AIPO or a clip"
+        samplers = view.upstream(Samples)  # type: ignore[type-abstract]  # an instance check needs no class
+        for sampler in samplers:
             if sampler.sampling.top_p < 1.0 or sampler.sampling.greedy:
                 yield (
-                    f"the rollouts are sampled with top_p={sampler.sampling.top_p}, greedy={sampler.sampling.greedy}: "
-                    "the trainer can't reproduce those log-probabilities; use top_p=1 and greedy=false for training"
+                    f"sampling with top_p={sampler.sampling.top_p}, greedy={sampler.sampling.greedy}: the trainer "
+                    "can't reproduce those log-probabilities; use top_p=1 and greedy=false for training"
                 )
-        if self.loss.needs_behaviour and not view.upstream(Samples):
+        if self.loss.needs_behaviour and not samplers:
             yield f"{loss} needs behaviour log-probabilities, but nothing upstream samples; use CrossEntropy"
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
@@ -104,7 +103,7 @@ class Trainer:
 
 
 class _Publisher:
-    """Makes the `Weights` record of a version; where a loop follows, the bytes go onto the weight plane first."""
+    """Makes the `Weights` of a version; where a loop follows, the bytes go onto the weight plane first."""
 
     def __init__(self, state: TrainState, context: Context) -> None:
         from arriero.engine.weights import WeightSender

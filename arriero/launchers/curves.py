@@ -1,5 +1,8 @@
 """The curves of a run as one PNG: reward, accuracy, staleness and log-probability mismatch by version."""
 
+# pyright: reportUnknownMemberType=false
+# matplotlib is annotated only in part.
+
 from __future__ import annotations
 
 import json

@@ -2,8 +2,8 @@
 
     data and a tiny random Llama  ->  SFT on labels of which half are wrong  ->  AIPO with the true reward
 
-Reversing four letters is learned in seconds on two cores; wrong labels leave sampled accuracy near one half, so
-that there is something for reinforcement learning to do. The two runs are ordinary commands, printed as such.
+Reversing four letters is learned in seconds on two cores; wrong labels leave sampled accuracy near one half,
+so that reinforcement learning has something to do. The two runs are ordinary commands, printed as such.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ def demo(args: list[str]) -> int:
 
     picture = draw_curves(run_dir / "metrics.jsonl", run_dir / "summary.json", run_dir / "curves.png")
     summary = json.loads((run_dir / "summary.json").read_text())
-    print(
-        f"sampled accuracy on held-out words: {summary['accuracy_before']:.2f} -> {summary['accuracy_after']:.2f}, "
-        f"in {time.monotonic() - began:.0f} s\ncurves: {picture}\nrun directory: {run_dir}"
-    )
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    print(f"held-out words, sampled: {before:.2f} -> {after:.2f} in {time.monotonic() - began:.0f} s")
+    print(f"curves: {picture}")
     return 0
 
 

@@ -1,12 +1,17 @@
-"""A tiny random Llama with a character vocabulary, written as a Hugging Face directory without importing torch."""
+"""A tiny random Llama with a character vocabulary as a Hugging Face directory, written without torch."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# safetensors and tokenizers are annotated only in part.
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
 
 _SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 _HIDDEN, _LAYERS, _HEADS, _MLP, _CONTEXT = 64, 2, 4, 232, 64
@@ -25,10 +30,10 @@ def write_tiny_llama(directory: Path, *, characters: str, seed: int = 0) -> int:
     return sum(w.size for w in weights.values())
 
 
-def _weights(vocabulary: int, draw: np.random.Generator) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """Normal with deviation 0.02, as transformers initialises a Llama; the embedding is tied to the output."""
+def _weights(vocabulary: int, draw: np.random.Generator) -> dict[str, Floats]:
+    """Normal with deviation 0.02, as transformers initialises a Llama; embedding and output are tied."""
 
-    def normal(rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def normal(rows: int, columns: int) -> Floats:
         return (draw.standard_normal((rows, columns)) * 0.02).astype(np.float32)
 
     ones = np.ones(_HIDDEN, np.float32)

@@ -21,7 +21,7 @@ class AIPOConfig(PolicyGradientConfig):
 
 
 def aipo(cfg: AIPOConfig) -> Graph:
-    """Generators run ahead of the trainer by up to `staleness` versions; the loss truncates the ratio at `rho`."""
+    """Generators run ahead by up to `staleness` versions; the loss truncates the ratio at `rho`."""
     g = Graph("aipo")
     weights = g.loop(Weights, staleness=cfg.staleness)
     prompts = g.add(cfg.data, name="prompts")()

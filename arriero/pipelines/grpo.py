@@ -1,4 +1,4 @@
-"""GRPO: group-normalised advantages and a clipped ratio (arXiv:2402.03300), synchronous unless told otherwise."""
+"""GRPO: group-normalised advantages and a clipped ratio, synchronous by default (arXiv:2402.03300)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from arriero.schemas.messages import Weights
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class GRPOConfig(PolicyGradientConfig):
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; `std` divides advantages by the group's deviation."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; `std` divides advantages by the deviation."""
 
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2
