@@ -20,7 +20,7 @@ help:
 	@echo "make test-slow  tests marked slow"
 	@echo "make lint       ruff format --check, ruff check, mypy, pyright"
 	@echo "make format     ruff format, ruff check --fix"
-	@echo "make bench      every benchmarks/bench_*.py"
+	@echo "make bench      every program in benchmarks/"
 	@echo "make setup      only the environment in $(VENV)"
 	@echo "make clean      remove the environment and caches"
 
@@ -56,10 +56,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	@set -e; for script in benchmarks/bench_*.py; do \
-		test -e "$$script" || { echo "no benchmarks/bench_*.py yet" >&2; exit 1; }; \
-		echo "== $$script"; $(BIN)/python "$$script"; \
-	done
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -91,8 +91,9 @@ class GroupDecoding:
             detail = f"{len(ids)} prompt tokens, between 1 and {room} fit"
             return Dropped(parent=prompt.id, reason="too_long" if ids else "invalid", detail=detail)
         self._open[prompt.id] = _Group(prompt=prompt, token_ids=ids)
+        seed = self._context.seed
         self._engine.add([
-            Request(key=f"{prompt.id}/{n}", prompt_ids=ids, seed=request_seed(self._context.seed, prompt.id, n))
+            Request(key=f"{prompt.id}/{n}", prompt_ids=ids, seed=request_seed(seed, prompt.id, n))
             for n in range(self._config.samples)
         ])  # fmt: skip
         return None

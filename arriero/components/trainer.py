@@ -63,8 +63,8 @@ class Trainer:
         for sampler in samplers:
             if sampler.sampling.top_p < 1.0 or sampler.sampling.greedy:
                 yield (
-                    f"sampling with top_p={sampler.sampling.top_p}, greedy={sampler.sampling.greedy}: the trainer "
-                    "can't reproduce those log-probabilities; use top_p=1 and greedy=false for training"
+                    f"sampling with top_p={sampler.sampling.top_p}, greedy={sampler.sampling.greedy}: "
+                    "the trainer can't reproduce those log-probabilities; train with top_p=1, greedy=false"
                 )
         if self.loss.needs_behaviour and not samplers:
             yield f"{loss} needs behaviour log-probabilities, but nothing upstream samples; use CrossEntropy"
