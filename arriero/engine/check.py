@@ -1,30 +1,46 @@
-"""Static checks: everything that can be known to fail is refused before anything starts."""
+"""Static checks: everything that can be known to fail is refused before anything starts.
+
+In three steps, each listing all it finds: the parts (connected, closed, portable), their places (replicas,
+ranks, capacities, what the components themselves know), and the flow of records between them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from functools import partial
+from typing import TypeVar
 
+from arriero.engine.component import HasProblems
 from arriero.engine.errors import GraphError
-from arriero.engine.graph import Graph, HasProblems, Node
-from arriero.engine.rates import ancestors, capacities, repetitions, run_symbolically, windows
+from arriero.engine.graph import Graph, Node, node_spec
+from arriero.engine.rates import (
+    ancestors,
+    capacities,
+    records_per_firing,
+    repetitions,
+    run_symbolically,
+    windows,
+)
 from arriero.engine.stream import Loop
-from arriero.schemas.graph import GraphSpec
+from arriero.schemas.graph import GraphSpec, NodeSpec
 
 T = TypeVar("T")
 
 
 def check(graph: Graph) -> GraphSpec:
-    """The graph as data. Raises GraphError that lists every problem found, one per line."""
-    if not graph.nodes:
+    """The graph as data. Raises GraphError that lists the problems found, one per line."""
+    if not graph.nodes and not graph.unconnected:
         raise GraphError(f"graph {graph.name} is empty; add components to it")
-    _refuse([f"loop {n} is read but never closed; call {n}.close(...)" for n, v in graph.loops.items() if not v.producer])
-    _refuse(list(_unknown_sources(graph)))
+    _refuse([*_unconnected(graph), *_loop_problems(graph), *_unknown_sources(graph), *_not_portable(graph)])
     spec = graph.spec()
-    _refuse([*_unread_loops(spec), *_replica_problems(graph, spec), *_component_problems(graph, spec)])
-    repetitions(spec)
-    _refuse(list(_rank_problems(spec)))
+    places = [p for n in spec.nodes for p in (*_replica_problems(spec, n), *_capacity_problems(spec, n))]
+    problems = [*_unread_loops(spec), *_role_problems(spec), *places, *_component_problems(graph, spec)]
+    problems += _caught(partial(repetitions, spec)) or [
+        *_caught(partial(windows, spec)),
+        *(p for n in spec.nodes for p in _rank_problems(spec, n)),
+    ]
+    _refuse(problems)
     run_symbolically(spec, capacities(spec))
     return spec
 
@@ -39,6 +55,7 @@ class PlacedView:
 
     @property
     def ranks(self) -> int:
+        """How many ranks the node has."""
         return self.node.ranks
 
     @property
@@ -52,7 +69,7 @@ class PlacedView:
         """Components of class `kind` whose records reach this node, itself excluded."""
         names = ancestors(self.spec, self.node.name) - {self.node.name}
         found = [self.graph.nodes[n].component for n in self.graph.nodes if n in names]
-        return [cast("T", c) for c in found if isinstance(c, kind)]
+        return [c for c in found if isinstance(c, kind)]
 
 
 def _refuse(problems: list[str]) -> None:
@@ -60,32 +77,97 @@ def _refuse(problems: list[str]) -> None:
         raise GraphError("\n".join(problems))
 
 
+def _caught(look: Callable[[], object]) -> list[str]:
+    """What `look` raises; empty if it doesn't."""
+    try:
+        look()
+    except GraphError as error:
+        return [str(error)]
+    return []
+
+
+def _unconnected(graph: Graph) -> Iterator[str]:
+    for name in graph.unconnected:
+        yield f"{name} is added but not connected; call what `add` returned on its input streams"
+
+
+def _loop_problems(graph: Graph) -> Iterator[str]:
+    for name, loop in graph.loops.items():
+        if loop.producer is None:
+            yield f"loop {name} is never closed; call {name}.close(...) with the stream of its versions"
+        elif loop.producer not in graph.nodes:
+            yield f"loop {name} is closed by {loop.producer}, not a node of graph {graph.name}; add it there"
+
+
 def _unknown_sources(graph: Graph) -> Iterator[str]:
     for n in graph.nodes.values():
         for port, stream in n.inputs.items():
             known = graph.loops if isinstance(stream, Loop) else graph.nodes
             if stream.source not in known:
-                yield f"{n.name}.{port} reads {stream.source}, which is not in graph {graph.name}; streams stay in one graph"
+                yield (
+                    f"{n.name}.{port} reads {stream.source}, which is not in graph {graph.name}; "
+                    "streams stay in one graph"
+                )
+
+
+def _not_portable(graph: Graph) -> Iterator[str]:
+    for n in graph.nodes.values():
+        yield from _caught(partial(node_spec, n))
 
 
 def _unread_loops(spec: GraphSpec) -> Iterator[str]:
     for loop in spec.loops:
         if not any(i.loop and i.source == loop.name for n in spec.nodes for i in n.inputs):
-            yield f"loop {loop.name} is closed by {loop.producer} but nobody reads it; remove it or pass it to a component"
+            yield (
+                f"loop {loop.name} is closed by {loop.producer} but nobody reads it; "
+                "remove it or pass it to a component"
+            )
 
 
-def _replica_problems(graph: Graph, spec: GraphSpec) -> Iterator[str]:
-    for n in spec.nodes:
-        if n.replicas == 1:
-            continue
-        if not n.inputs:
-            yield f"{n.name}: a source has one replica, or its records would be issued {n.replicas} times"
-        if any(i.consumes > 1 for i in n.inputs):
-            yield f"{n.name}: it gathers several records per firing, so it has one replica; use ranks to split its work"
-        if n.ranks > 1:
-            yield f"{n.name}: replicas and ranks are both above 1; replicas compete for records, ranks share each one"
-        if any(loop.producer == n.name for loop in spec.loops):
-            yield f"{n.name}: it closes a loop, so its versions need one order: 1 replica, not {n.replicas}; use ranks"
+def _role_problems(spec: GraphSpec) -> Iterator[str]:
+    for role, nodes in spec.roles.items():
+        for what in ("replicas", "ranks"):
+            counts = {n.name: int(getattr(n, what)) for n in nodes}
+            if len(set(counts.values())) > 1:
+                each = ", ".join(f"{name} {count}" for name, count in counts.items())
+                yield f"role {role}: its nodes differ in {what} ({each}); set them equal or use two roles"
+
+
+def _replica_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
+    if n.replicas == 1:
+        return
+    if all(i.loop for i in n.inputs):
+        yield f"{n.name}: a source has one replica; {n.replicas} would each give all of its records"
+    if any(i.consumes > 1 for i in n.inputs):
+        yield (
+            f"{n.name}: it gathers several records per firing, so it has one replica, not {n.replicas}; "
+            "use ranks to split its work"
+        )
+    if n.ranks > 1:
+        yield (
+            f"{n.name}: {n.replicas} replicas and {n.ranks} ranks; replicas compete for records, ranks share "
+            "each one: raise one of the two"
+        )
+    if any(loop.producer == n.name for loop in spec.loops):
+        yield (
+            f"{n.name}: it closes a loop, so it has one replica, not {n.replicas}; use ranks"
+        )
+    if sum(not i.loop for i in n.inputs) > 1:
+        yield (
+            f"{n.name}: it joins several streams, so it has one replica, not {n.replicas}: "
+            "competing replicas would take records that don't belong together"
+        )
+
+
+def _capacity_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
+    if n.capacity is None:
+        return
+    room = n.capacity.messages
+    firings = {f"{n.name} gives": n.produces}
+    firings |= {f"{c.name}.{i.port} takes": i.consumes for c, i in spec.consumers(n.name)}
+    for what, records in firings.items():
+        if records > room:
+            yield f"{n.name}: capacity {room}, but {what} {records} records per firing; use {records} or more"
 
 
 def _component_problems(graph: Graph, spec: GraphSpec) -> Iterator[str]:
@@ -95,11 +177,12 @@ def _component_problems(graph: Graph, spec: GraphSpec) -> Iterator[str]:
             yield from (f"{n.name}: {problem}" for problem in n.component.problems(view))
 
 
-def _rank_problems(spec: GraphSpec) -> Iterator[str]:
-    for w in windows(spec):
-        ranks = spec.node(w.producer).ranks
-        if w.per_version % ranks:
+def _rank_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
+    if n.ranks == 1:
+        return
+    for source, records in records_per_firing(spec, n.name).items():
+        if records > 1 and records % n.ranks:
             yield (
-                f"{w.producer}: {w.per_version} records of {w.sources[0]} per step don't divide by its {ranks} ranks; "
-                f"use a multiple of {ranks}"
+                f"{n.name}: {records} records of {source} per step don't divide by its {n.ranks} ranks; "
+                f"use a multiple of {n.ranks}"
             )

@@ -16,11 +16,16 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from arriero.engine.errors import one_line
 from arriero.schemas.messages import Message
 
 M = TypeVar("M", bound=Message)
 
-_DTYPES = {1: np.dtype("int32"), 2: np.dtype("float32"), 3: np.dtype("bool"), 4: np.dtype("int64"), 5: np.dtype("float64")}
+MAX_BYTES = 2**31 - 1  # of one message; a size that a header of 32 bits holds on every transport
+
+_DTYPES = {
+    code: np.dtype(name) for code, name in enumerate(("int32", "float32", "bool", "int64", "float64"), 1)
+}
 _CODES = {dtype.num: code for code, dtype in _DTYPES.items()}
 
 
@@ -32,26 +37,29 @@ def encode(message: Message) -> bytes:
     """The message as bytes. Raises CodecError for a field value that can't travel."""
     kind = type(message)
     try:
-        return _ENCODER.encode((kind.__name__, schema_hash(kind), message.__dict__))
-    except TypeError as error:
+        data = _ENCODER.encode((kind.__name__, schema_hash(kind), message.__dict__))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CodecError(f"{kind.__name__} can't be encoded: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise CodecError(f"{kind.__name__} takes {len(data)} bytes, more than {MAX_BYTES}; send less at once")
+    return data
 
 
 def decode(data: bytes | memoryview, kind: type[M]) -> M:
     """A validated `kind`. Raises CodecError naming what arrived instead, or the field that is wrong."""
     try:
         name, schema, fields = _DECODER.decode(data)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise CodecError(f"{len(data)} bytes are no {kind.__name__}: {error}") from error
     if name != kind.__name__ or schema != schema_hash(kind):
         raise CodecError(
-            f"{name} (schema {schema}) arrived where {kind.__name__} (schema {schema_hash(kind)}) is expected; "
-            "all processes of a run need the same code"
+            f"{name[:80]} (schema {schema[:80]}) arrived where {kind.__name__} (schema {schema_hash(kind)}) "
+            "is expected; all processes of a run need the same code"
         )
     try:
         return kind.model_validate(fields)
-    except ValidationError as error:
-        raise CodecError(f"{kind.__name__} is not valid: {error}") from error
+    except (ValidationError, RecursionError) as error:
+        raise CodecError(f"{kind.__name__} is not valid: {one_line(error)}") from error
 
 
 @cache

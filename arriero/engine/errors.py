@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
 
 class UserError(ValueError):
     """A mistake in input, configuration or environment; the command prints it without a traceback."""
@@ -9,3 +11,26 @@ class UserError(ValueError):
 
 class GraphError(UserError):
     """The graph can't run as built: wrong record type, open loop, rates or capacities that don't fit."""
+
+
+def one_line(error: Exception, limit: int = 300) -> str:
+    """What is wrong, without line breaks; of a pydantic error each field with the value it got."""
+    text = str(error)
+    if isinstance(error, ValidationError):
+        found = error.errors(include_url=False, include_context=False)
+        text = "; ".join(f"{_field(e['loc'])}{_reason(e['msg'])} (got {_short(e['input'])})" for e in found)
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _field(place: tuple[int | str, ...]) -> str:
+    return f"{'.'.join(map(str, place))}: " if place else ""
+
+
+def _reason(message: str) -> str:
+    return message.removeprefix("Value error, ")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

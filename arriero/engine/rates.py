@@ -7,62 +7,40 @@ Source: Lee and Messerschmitt, "Synchronous Data Flow", Proc. IEEE 75(9), 1987. 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from arriero.engine.errors import GraphError
-from arriero.schemas.graph import Capacity, GraphSpec, NodeSpec
+from arriero.schemas.graph import Capacity, GraphSpec, InputSpec, LoopSpec, NodeSpec
 
 
 def repetitions(spec: GraphSpec) -> dict[str, int]:
-    """Firings of each node in one iteration of the graph: the smallest positive integers that balance all edges.
+    """Firings of each node in one iteration: the smallest positive integers that balance all edges.
 
-    Raises GraphError naming a port that is fed at a rate its node can't keep.
+    Raises GraphError naming a port that is fed at a rate its node can't keep, or a node without connection.
     """
-    rate: dict[str, Fraction] = {spec.nodes[0].name: Fraction(1)}
-    todo = [spec.nodes[0].name]
-    while todo:
-        name = todo.pop()
-        for other, factor, _ in _neighbours(spec, name):
-            if other not in rate:
-                rate[other] = rate[name] * factor
-                todo.append(other)
-        if not todo and (rest := [n.name for n in spec.nodes if n.name not in rate]):
-            raise GraphError(f"{', '.join(rest)} is not connected to {spec.nodes[0].name}; use two graphs")
-    for name in rate:
-        for other, factor, port in _neighbours(spec, name):
-            if rate[other] != rate[name] * factor:
-                raise GraphError(
-                    f"{port}: it is fed at {rate[name] * factor / rate[other]} of the rate its node needs; "
-                    "groups and batch sizes must divide along every path"
-                )
-    scale = math.lcm(*(r.denominator for r in rate.values()))
-    counts = {n: int(r * scale) for n, r in rate.items()}
-    common = math.gcd(*counts.values())
-    return {n: c // common for n, c in counts.items()}
-
-
-def _neighbours(spec: GraphSpec, name: str) -> list[tuple[str, Fraction, str]]:
-    """(neighbour, its firings per firing of `name`, port) over the edges at `name`; a loop sets no rate."""
-    node = spec.node(name)
-    down = [(c.name, Fraction(node.produces, i.consumes), f"{c.name}.{i.port}") for c, i in spec.consumers(name)]
-    up = [
-        (i.source, Fraction(i.consumes, spec.node(i.source).produces), f"{name}.{i.port}")
-        for i in node.inputs
-        if not i.loop
-    ]
-    return down + up
+    return dict(_repetitions(spec))
 
 
 def ancestors(spec: GraphSpec, name: str) -> set[str]:
     """Nodes whose records reach `name` over edges, itself included."""
+    nodes = _edges(spec).nodes
     found, todo = {name}, [name]
     while todo:
-        for i in spec.node(todo.pop()).inputs:
+        for i in nodes[todo.pop()].inputs:
             if not i.loop and i.source not in found:
                 found.add(i.source)
                 todo.append(i.source)
     return found
+
+
+def records_per_firing(spec: GraphSpec, name: str) -> dict[str, Fraction]:
+    """For each source upstream of `name`: its records that go into one firing of `name`."""
+    counts, nodes = _repetitions(spec), _edges(spec).nodes
+    sources = [n for n in ancestors(spec, name) if _is_source(nodes[n])]
+    return {s: Fraction(counts[s] * nodes[s].produces, counts[name]) for s in sorted(sources)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,98 +60,180 @@ class Window:
 
 def windows(spec: GraphSpec) -> tuple[Window, ...]:
     """One admission window per loop. Raises GraphError if a version doesn't take whole source records."""
-    counts = repetitions(spec)
-    found: list[Window] = []
-    for loop in spec.loops:
-        consumers = [n.name for n in spec.nodes for i in n.inputs if i.loop and i.source == loop.name]
-        gated = set[str]().union(*(ancestors(spec, c) for c in consumers)) if consumers else set[str]()
-        sources = tuple(n.name for n in spec.nodes if n.name in gated and not any(not i.loop for i in n.inputs))
-        per = [Fraction(counts[s] * spec.node(s).produces, counts[loop.producer]) for s in sources]
-        if any(p.denominator != 1 or p != per[0] for p in per):
-            raise GraphError(
-                f"loop {loop.name}: one version of {loop.producer} takes {per[0]} records of {sources[0]}; "
-                "it must take a whole number"
-            )
-        if sources:
-            found.append(
-                Window(
-                    loop=loop.name, producer=loop.producer, sources=sources, per_version=int(per[0]),
-                    staleness=loop.staleness,
-                )
-            )  # fmt: skip
-    return tuple(found)
+    return _windows(spec)
 
 
 def capacities(spec: GraphSpec) -> dict[str, Capacity]:
-    """Capacity of every output edge: as stated, else twice a firing of its consumer and all that is admitted."""
-    counts, admitted = repetitions(spec), windows(spec)
+    """Capacity of every output edge: as stated, else enough that no edge holds the graph up.
+
+    That is twice a firing at either end, one whole iteration (so that reconvergent paths can't starve each
+    other) and all that the loops admit.
+    """
+    counts, admitted = _repetitions(spec), _windows(spec)
     return {n.name: n.capacity or _default_capacity(spec, n, counts, admitted) for n in spec.nodes}
 
 
-def _default_capacity(
-    spec: GraphSpec, node: NodeSpec, counts: dict[str, int], admitted: tuple[Window, ...]
-) -> Capacity:
-    takes = max((i.consumes for _, i in spec.consumers(node.name)), default=1)
-    ahead = [
-        math.ceil(Fraction((w.staleness + 1) * counts[node.name] * node.produces, counts[w.producer]))
-        for w in admitted
-    ]
-    return Capacity(messages=max(2 * takes, 2 * node.produces, *ahead, 16))
+def run_symbolically(spec: GraphSpec, capacity: Mapping[str, Capacity]) -> None:
+    """Fire the nodes on counted tokens through one iteration, within the capacities and admission windows.
 
-
-def run_symbolically(spec: GraphSpec, capacity: dict[str, Capacity]) -> None:
-    """Fire the nodes on counted tokens through `staleness + 2` iterations, within the capacities.
-
-    A dataflow graph's self-timed run either completes for every order or for none, so one order decides:
-    deadlock, capacity smaller than a firing, and reconvergent paths that starve each other.
-    Raises GraphError that says who waits for what.
+    In a synchronous dataflow graph every order of firing gets equally far, and an iteration leaves the tokens
+    as it found them, so one order and one iteration decide: deadlock, capacity smaller than a firing, and
+    reconvergent paths that starve each other. Raises GraphError that says who waits for what.
     """
     state = _Symbolic(spec, capacity)
-    rounds = max((w.staleness for w in windows(spec)), default=0) + 2
-    goal = {n: c * rounds for n, c in repetitions(spec).items()}
-    moved = True
-    while moved:
-        moved = False
-        for n in spec.nodes:
-            while state.fired[n.name] < goal[n.name] and not state.blocked(n):
-                state.fire(n)
-                moved = True
-    if waiting := [(n, w) for n in spec.nodes if state.fired[n.name] < goal[n.name] for w in state.blocked(n)]:
-        lines = "; ".join(f"{n.name} waits for {what}" for n, what in waiting)
+    while state.advance():
+        pass
+    if waiting := [(n.name, state.blocked(n)) for n in spec.nodes if state.missing[n.name]]:
+        lines = "; ".join(f"{name} waits for {' and '.join(what)}" for name, what in waiting)
         raise GraphError(f"deadlock: {lines}; raise a capacity or lower what a firing takes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Edges:
+    """The nodes by name, and who reads the output of each over edges."""
+
+    nodes: Mapping[str, NodeSpec]
+    readers: Mapping[str, tuple[tuple[NodeSpec, InputSpec], ...]]
+
+    def factor(self, port: InputSpec) -> Fraction:
+        """Firings of the node at `port` per firing of the node that feeds it."""
+        return Fraction(self.nodes[port.source].produces, port.consumes)
+
+    def neighbours(self, name: str) -> list[tuple[str, Fraction]]:
+        """(neighbour, its firings per firing of `name`) for each edge at `name`; a loop sets no rate."""
+        down = [(reader.name, self.factor(i)) for reader, i in self.readers[name]]
+        return down + [(i.source, 1 / self.factor(i)) for i in self.nodes[name].inputs if not i.loop]
+
+
+# The runtime asks for the same graph again and again; a hit costs some microseconds.
+@lru_cache(maxsize=32)
+def _edges(spec: GraphSpec) -> _Edges:
+    readers: dict[str, list[tuple[NodeSpec, InputSpec]]] = {n.name: [] for n in spec.nodes}
+    for n in spec.nodes:
+        for i in n.inputs:
+            if not i.loop:
+                readers[i.source].append((n, i))
+    return _Edges(
+        nodes={n.name: n for n in spec.nodes}, readers={name: tuple(found) for name, found in readers.items()}
+    )
+
+
+@lru_cache(maxsize=32)
+def _repetitions(spec: GraphSpec) -> Mapping[str, int]:
+    edges, first = _edges(spec), spec.nodes[0].name
+    rate, found = {first: Fraction(1)}, [first]
+    for name in found:  # grows while it is read: nearest nodes first
+        for other, factor in edges.neighbours(name):
+            if other not in rate:
+                rate[other] = rate[name] * factor
+                found.append(other)
+    if apart := [n.name for n in spec.nodes if n.name not in rate]:
+        raise GraphError(f"{', '.join(apart)}: not connected to {first}; use one graph for each part")
+    for name, node in edges.nodes.items():
+        for i in node.inputs:
+            if not i.loop and (fed := rate[i.source] * edges.factor(i) / rate[name]) != 1:
+                raise GraphError(
+                    f"{name}.{i.port}: {i.source} feeds it at {fed} of the rate its node needs; "
+                    "groups and batch sizes must divide along every path"
+                )
+    scale = math.lcm(*(r.denominator for r in rate.values()))
+    counts = {n.name: int(rate[n.name] * scale) for n in spec.nodes}
+    common = math.gcd(*counts.values())
+    return {name: count // common for name, count in counts.items()}
+
+
+@lru_cache(maxsize=32)
+def _windows(spec: GraphSpec) -> tuple[Window, ...]:
+    found = [_window(spec, loop) for loop in spec.loops]
+    return tuple(w for w in found if w is not None)
+
+
+def _window(spec: GraphSpec, loop: LoopSpec) -> Window | None:
+    """None for a loop that no source stands behind: it holds nobody back."""
+    counts, nodes = _repetitions(spec), _edges(spec).nodes
+    readers = [n.name for n in spec.nodes if any(i.loop and i.source == loop.name for i in n.inputs)]
+    gated = set[str]().union(*(ancestors(spec, r) for r in readers))
+    sources = tuple(n.name for n in spec.nodes if n.name in gated and _is_source(n))
+    if not sources:
+        return None
+    per = {s: Fraction(counts[s] * nodes[s].produces, counts[loop.producer]) for s in sources}
+    for source, records in per.items():
+        if records.denominator != 1:
+            raise GraphError(
+                f"loop {loop.name}: one version of {loop.producer} takes {records} records of {source}; "
+                "it must take a whole number"
+            )
+    if len(set(per.values())) > 1:
+        takes = ", ".join(f"{records} of {source}" for source, records in per.items())
+        raise GraphError(
+            f"loop {loop.name}: one version of {loop.producer} takes {takes}; "
+            "sources behind one loop must give equally many"
+        )
+    return Window(
+        loop=loop.name, producer=loop.producer, sources=sources, per_version=int(per[sources[0]]),
+        staleness=loop.staleness,
+    )  # fmt: skip
+
+
+def _is_source(node: NodeSpec) -> bool:
+    return all(i.loop for i in node.inputs)
+
+
+def _default_capacity(
+    spec: GraphSpec, node: NodeSpec, counts: Mapping[str, int], admitted: tuple[Window, ...]
+) -> Capacity:
+    takes = max((i.consumes for _, i in _edges(spec).readers[node.name]), default=1)
+    given = counts[node.name] * node.produces  # in one iteration
+    ahead = [math.ceil(Fraction((w.staleness + 1) * given, counts[w.producer])) for w in admitted]
+    return Capacity(messages=max(2 * takes, 2 * node.produces, given, *ahead, 16))
 
 
 class _Symbolic:
     """Tokens on every port; a place on an edge is given back when all its ports have taken the token."""
 
-    def __init__(self, spec: GraphSpec, capacity: dict[str, Capacity]) -> None:
-        self.spec, self.capacity, self.windows = spec, capacity, windows(spec)
-        self.fired = {n.name: 0 for n in spec.nodes}
+    def __init__(self, spec: GraphSpec, capacity: Mapping[str, Capacity]) -> None:
+        self.spec, self.capacity, self.windows = spec, capacity, _windows(spec)
+        self.missing = dict(_repetitions(spec))
+        self.fired = dict.fromkeys(self.missing, 0)
         self.tokens = {(n.name, i.port): 0 for n in spec.nodes for i in n.inputs if not i.loop}
-        self.out: dict[str, list[tuple[str, str]]] = {
-            n.name: [(c.name, i.port) for c, i in spec.consumers(n.name)] for n in spec.nodes
-        }
+        readers = _edges(spec).readers
+        self.out = {name: [(c.name, i.port) for c, i in found] for name, found in readers.items()}
+
+    def advance(self) -> bool:
+        """Fire every node as often as it can now; false if none could."""
+        moved = False
+        for n in self.spec.nodes:
+            if times := min(self.missing[n.name], *(can for can, _ in self._limits(n))):
+                self._fire(n, times)
+                moved = True
+        return moved
 
     def blocked(self, node: NodeSpec) -> list[str]:
         """What the next firing of `node` waits for; empty if it can fire."""
-        waits = [
-            f"{i.source} ({self.tokens[node.name, i.port]} of {i.consumes})"
-            for i in node.inputs
-            if not i.loop and self.tokens[node.name, i.port] < i.consumes
-        ]
-        held = max((self.tokens[p] for p in self.out[node.name]), default=0)
-        if self.out[node.name] and held + node.produces > self.capacity[node.name].messages:
-            waits.append(f"room on its own output (holds {held} of {self.capacity[node.name].messages})")
-        for w in self.windows:
-            limit = w.limit(self.fired[w.producer], 0)
-            if node.name in w.sources and (self.fired[node.name] + 1) * node.produces > limit:
-                waits.append(f"loop {w.loop} to admit more than {limit}")
-        return waits
+        return [what for can, what in self._limits(node) if can == 0]
 
-    def fire(self, node: NodeSpec) -> None:
+    def _limits(self, node: NodeSpec) -> list[tuple[int, str]]:
+        """How often `node` could fire in a row as far as each input, its output and each loop go."""
+        limits: list[tuple[int, str]] = []
         for i in node.inputs:
             if not i.loop:
-                self.tokens[node.name, i.port] -= i.consumes
+                there = self.tokens[node.name, i.port]
+                limits.append((there // i.consumes, f"{i.source} ({there} of {i.consumes} records)"))
+        if self.out[node.name]:
+            held, room = max(self.tokens[p] for p in self.out[node.name]), self.capacity[node.name].messages
+            limits.append(((room - held) // node.produces, f"room on its output ({held} of {room} taken)"))
+        for w in self.windows:
+            if node.name in w.sources:
+                limit = w.limit(self.fired[w.producer], 0)
+                can = limit // node.produces - self.fired[node.name]
+                limits.append((can, f"loop {w.loop} to admit more than {limit} records"))
+        return limits or [(self.missing[node.name], "")]
+
+    def _fire(self, node: NodeSpec, times: int) -> None:
+        for i in node.inputs:
+            if not i.loop:
+                self.tokens[node.name, i.port] -= i.consumes * times
         for port in self.out[node.name]:
-            self.tokens[port] += node.produces
-        self.fired[node.name] += 1
+            self.tokens[port] += node.produces * times
+        self.fired[node.name] += times
+        self.missing[node.name] -= times

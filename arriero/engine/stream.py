@@ -70,11 +70,12 @@ class Loop(Stream[T]):
     def close(self, stream: Stream[T | Dropped] | Stream[T]) -> None:
         """Let `stream` give the versions. Raises GraphError if closed already or of another record type."""
         if self.producer is not None:
-            raise GraphError(f"loop {self.source} is already closed by {self.producer}; a loop has one producer")
+            raise GraphError(
+                f"loop {self.source} is already closed by {self.producer}; a loop has one producer"
+            )
         if stream.record is not self.record:
             raise GraphError(
                 f"loop {self.source} carries {self.record.__name__}, but {stream.source} gives "
                 f"{stream.record.__name__}; close it with a component that gives {self.record.__name__}"
             )
         self.producer = stream.source
-

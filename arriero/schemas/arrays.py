@@ -1,7 +1,8 @@
-"""One-dimensional packed arrays as pydantic field types: dtype and shape are checked, bytes are never copied.
+"""One-dimensional packed arrays as pydantic field types: dtype and shape are checked, bytes not copied.
 
 An array field takes a numpy array of exactly its dtype: no silent cast, so a float64 log-probability or an
-int64 token id is refused where it is made, not found out in training. Arrays of records are read-only.
+int64 token id is refused where it is made, not found out in training. Arrays of records are read-only: an
+array that is given becomes so, and only a view of one that can still be written is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Packed:
 
     dtype: str
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         want = np.dtype(self.dtype)
 
         def validate(value: object) -> np.ndarray[Any, Any]:
@@ -34,6 +37,10 @@ class Packed:
                 raise ValueError(f"dtype {value.dtype} where {want} is needed; convert it where it is made")
             if value.ndim != 1 or value.strides[0] != want.itemsize:
                 raise ValueError(f"shape {value.shape} where one contiguous dimension is needed")
+            base = value.base
+            # Whoever holds a writable base could still change this part of it.
+            if base is not None and (value.flags.writeable or _writable(base)):
+                value = value.copy()
             value.setflags(write=False)
             return value
 
@@ -43,6 +50,10 @@ class Packed:
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         return {"type": "string", "contentEncoding": "binary", "dtype": self.dtype}
+
+
+def _writable(base: object) -> bool:
+    return isinstance(base, np.ndarray) and base.flags.writeable
 
 
 Int32Array: TypeAlias = Annotated[npt.NDArray[np.int32], Packed("int32")]

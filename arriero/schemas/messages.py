@@ -12,12 +12,22 @@ forgotten mask shows as NaN in the loss instead of as a probability of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, NonNegativeInt, PositiveFloat, model_validator
+import numpy.typing as npt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
 
 from arriero.schemas.arrays import BoolArray, Float32Array, Int32Array, finite_exactly_where, same_bits
 from arriero.schemas.weights import WeightManifest
@@ -31,6 +41,16 @@ class Message(BaseModel):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy; with `update` it is validated again: no change gets past the checks of the constructor."""
+        if not update:
+            return super().model_copy(deep=deep)
+        return type(self)(**{**self.__dict__, **update})
+
+    def _unchecked(self, update: Mapping[str, Any]) -> Self:
+        """A copy with fields changed to values that are known to be valid."""
+        return super().model_copy(update=update)
+
 
 class Record(Message):
     """Base of what travels on edges; see the module for the three fields."""
@@ -40,12 +60,12 @@ class Record(Message):
     origins: tuple[int, ...] = ()
 
     def stamped(self, *, id: str, parents: tuple[str, ...], origins: tuple[int, ...]) -> Self:
-        """The same record with its provenance written; validation isn't repeated."""
-        return self.model_copy(update={"id": id, "parents": parents, "origins": origins})
+        """The same record with its provenance written; the rest isn't validated again."""
+        return self._unchecked({"id": id, "parents": parents, "origins": origins})
 
 
 class Prompt(Record):
-    """One question. `metadata` is the data set's row, for the reward; `row` and `epoch` say where it came from.
+    """One question. `metadata` is the row of the data set, for the reward; `row` and `epoch` are its place.
 
     `min_version` is written at admission: the generator starts it with these weights or newer ones.
     """
@@ -84,16 +104,13 @@ class Rollout(Message):
                 f"unequal lengths: tokens {len(self.tokens)}, mask {len(mask)}, "
                 f"logprobs {len(self.logprobs)}, versions {len(self.versions)}"
             )
-        if not finite_exactly_where(self.logprobs, mask):
-            raise ValueError("logprobs must be finite where mask is true and NaN elsewhere: missing is never zero")
-        if not same_bits(self.versions >= 0, mask):
-            raise ValueError("versions must be >= 0 where mask is true and -1 elsewhere")
+        _check_behaviour(self.logprobs, self.versions, mask)
         return self
 
     @property
     def oldest_version(self) -> int | None:
         """The smallest version of a sampled token; None if no token was sampled."""
-        return int(self.versions[self.mask].min()) if self.mask.any() else None
+        return _oldest(self.versions)
 
 
 class RolloutGroup(Record):
@@ -151,7 +168,8 @@ class Example(Record):
 class Sample(Message):
     """One sequence to train on, arrays [L] as in `Rollout`.
 
-    `advantages` [L] float32 is finite everywhere; `logprobs` and `versions` are None for supervised data.
+    `advantages` [L] float32 is finite everywhere; `logprobs` and `versions` are None for supervised data,
+    else as in `Rollout`.
     `group` is the id of the record it came from, so that a whole group can be dropped from a batch.
     """
 
@@ -167,21 +185,26 @@ class Sample(Message):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        length = len(self.tokens)
-        arrays = {"mask": self.mask, "advantages": self.advantages, "logprobs": self.logprobs, "versions": self.versions}
-        if wrong := {k: len(v) for k, v in arrays.items() if v is not None and len(v) != length}:
+        length, mask = self.tokens.size, self.mask
+        arrays = {
+            "mask": mask,
+            "advantages": self.advantages,
+            "logprobs": self.logprobs,
+            "versions": self.versions,
+        }
+        if wrong := {k: v.size for k, v in arrays.items() if v is not None and v.size != length}:
             raise ValueError(f"unequal lengths: tokens {length}, {wrong}")
         if not np.isfinite(self.advantages).all():
             raise ValueError("advantages must be finite")
-        if self.logprobs is not None and not np.isfinite(self.logprobs[self.mask]).all():
-            raise ValueError("logprobs must be finite where mask is true: missing is never zero")
+        if self.logprobs is None and not same_bits(mask, mask != 0):
+            raise ValueError("mask must hold true and false only: its bytes are neither 0 nor 1")
+        _check_behaviour(self.logprobs, self.versions, mask)
         return self
 
     @property
     def oldest_version(self) -> int | None:
         """The smallest version of a sampled token; None for supervised data."""
-        sampled = self.versions[self.versions >= 0] if self.versions is not None else ()
-        return int(min(sampled)) if len(sampled) else None
+        return None if self.versions is None else _oldest(self.versions)
 
 
 class Batch(Record):
@@ -232,3 +255,23 @@ class EndOfStream(Message):
 def oldest(versions: Iterable[int | None]) -> int | None:
     """The smallest of the versions that are not None; None if there is none."""
     return min((v for v in versions if v is not None), default=None)
+
+
+def _check_behaviour(
+    logprobs: npt.NDArray[np.float32] | None,
+    versions: npt.NDArray[np.int32] | None,
+    mask: npt.NDArray[np.bool_],
+) -> None:
+    """Raises ValueError unless both say something exactly where `mask` [L] is true; None says nothing."""
+    if logprobs is not None and not finite_exactly_where(logprobs, mask):
+        raise ValueError("logprobs must be finite where mask is true, NaN elsewhere: missing is never zero")
+    if versions is not None and not same_bits(versions >= 0, mask):
+        raise ValueError("versions must be >= 0 where mask is true and -1 elsewhere")
+
+
+def _oldest(versions: npt.NDArray[np.int32]) -> int | None:
+    """The smallest version that isn't negative. As unsigned, -1 is the largest number."""
+    if not versions.size:
+        return None
+    smallest = versions.view(np.uint32).min()
+    return int(smallest) if smallest < 2**31 else None

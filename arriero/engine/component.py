@@ -1,0 +1,116 @@
+"""What a component is, what it may tell the graph about itself, and functions lifted to components."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+from arriero.engine.stream import Stream
+from arriero.schemas.messages import Dropped, Prompt, Record
+
+P = ParamSpec("P")
+T = TypeVar("T")
+A = TypeVar("A", bound=Record)
+B = TypeVar("B", bound=Record)
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Component(Protocol[P, T_co]):
+    """Any number of inputs, one output. Fields are the configuration; `run` is the whole behaviour."""
+
+    def run(self, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[T_co | Dropped]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Records taken from each port, and given, per firing; what isn't named is 1. Loop ports have no rate."""
+
+    consumes: Mapping[str, int] = field(default_factory=dict[str, int])
+    produces: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Held-out prompts, sent at version 0, after every `every` versions (0: never) and at the last one."""
+
+    prompts: Sequence[Prompt]
+    every: int = 0
+
+
+@runtime_checkable
+class HasRates(Protocol):
+    """A component that doesn't take one record and give one."""
+
+    def rates(self) -> Rates: ...
+
+
+@runtime_checkable
+class HasEvaluation(Protocol):
+    """A source with held-out prompts, which the runtime sends before, during and after training."""
+
+    def evaluation(self) -> Evaluation | None: ...
+
+
+@runtime_checkable
+class HasWant(Protocol):
+    """A component that works on many records at once: how many it would hold, at most."""
+
+    def want(self) -> int: ...
+
+
+@runtime_checkable
+class HasLimit(Protocol):
+    """A component that stops by itself after so many outputs (not counting a version 0); None: never."""
+
+    def limit(self) -> int | None: ...
+
+
+class GraphView(Protocol):
+    """What a component's `problems` may ask about its place in the graph."""
+
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def staleness(self) -> int | None: ...
+    def upstream(self, kind: type[T]) -> list[T]: ...
+
+
+@runtime_checkable
+class HasProblems(Protocol):
+    """A component that knows what of its configuration or surroundings can't work."""
+
+    def problems(self, view: GraphView) -> Iterable[str]: ...
+
+
+class PerRecord(ABC, Generic[A, B]):
+    """A component that is one function of one record: `apply`, sync or async.
+
+    A record on which it raises is delivered again and, after the edge's deliveries, becomes a dead letter
+    with the error; the other records go on.
+    """
+
+    @abstractmethod
+    def apply(self, record: A) -> B | Dropped | Awaitable[B | Dropped]:
+        """The output for `record`, or why there is none."""
+
+    async def run(self, records: Stream[A]) -> AsyncIterator[B | Dropped]:
+        async for record in records:
+            out = self.apply(record)
+            yield await out if isinstance(out, Awaitable) else out
+
+
+@dataclass(frozen=True)
+class Each(PerRecord[A, B]):
+    """A plain function on one record, lifted to a component. Use `each(fn)`."""
+
+    fn: Callable[[A], B]
+
+    def apply(self, record: A) -> B:
+        return self.fn(record)
+
+
+def each(fn: Callable[[A], B]) -> Each[A, B]:
+    """Lift `fn` to a component: one record in, one out; see `PerRecord` for what happens when it raises."""
+    return Each(fn)
