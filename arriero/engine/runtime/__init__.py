@@ -1,4 +1,4 @@
-"""The runtime of a role: it runs the role's nodes, keeps their leases, and writes what became of every record."""
+"""The runtime of a role: it runs nodes, answers leases, and writes what became of every record."""
 
 from arriero.engine.runtime.context import Context, current
 from arriero.engine.runtime.ledger import Ledger, LedgerError

@@ -1,8 +1,10 @@
 """Admission: how far a source may run ahead of the trainer. One half of the bound on staleness.
 
-While version v is the newest, at most `(v + staleness + 1) * groups_per_step` prompts are admitted and not
-dropped. The gate stands where prompts enter the graph, so that nobody ever holds a lease on a record that it
-may not yet use. It counts from the ledger alone: admission number, versions, drops; a restart can't inflate it.
+While version v is the newest, at most `(v + staleness + 1) * groups_per_version` prompts are admitted and not
+dropped; prompts that a version went without (its batch was short) count as not yet trained, so that never
+more than `(staleness + 1) * groups_per_version` are in flight. The gate stands where prompts enter the
+graph, so that nobody ever holds a lease on a record that it may not yet use. It counts from the ledger
+alone: admission numbers, versions, drops; a restart can't inflate it.
 """
 
 from __future__ import annotations
@@ -13,30 +15,30 @@ from arriero.engine.broker import Broker
 from arriero.engine.rates import Window
 from arriero.engine.runtime.journal import follow_ledger
 from arriero.engine.runtime.ledger import Ledger
+from arriero.schemas.ledger import Event
 
 
 class Gate:
     """Opens for source record k as soon as every window admits it; closes for good when `steps` are done.
 
-    `steps` is the number of versions after which the trainers stop; None: never. `changed` is set whenever the
-    answer to a question may have changed.
+    `steps` is the number of versions after which the trainers stop; None: never. `changed` is set whenever
+    the answer to a question may have changed.
     """
 
-    def __init__(self, broker: Broker, windows: tuple[Window, ...], steps: int | None) -> None:
-        self._broker, self._windows, self._steps = broker, windows, steps
+    def __init__(self, windows: tuple[Window, ...], steps: int | None) -> None:
+        self._windows, self._steps = windows, steps
         self._ledger = Ledger()
-        self._error: Exception | None = None
         self.changed = asyncio.Event()
 
-    async def follow(self) -> None:
-        """Keep the account up to date; runs as a task beside the source. A fault is raised by `finished`."""
-        try:
-            async for event in follow_ledger(self._broker):
-                self._ledger.apply(event)
-                self.changed.set()
-        except Exception as error:  # noqa: BLE001  # raised where the source asks next
-            self._error = error
-            self.changed.set()
+    async def follow(self, broker: Broker) -> None:
+        """Keep the account up to date, without end. Raises LedgerError if the ledger contradicts itself."""
+        async for event in follow_ledger(broker):
+            self.apply(event)
+
+    def apply(self, event: Event) -> None:
+        """Take one event of the ledger into account."""
+        self._ledger.apply(event)
+        self.changed.set()
 
     @property
     def version(self) -> int:
@@ -45,20 +47,23 @@ class Gate:
 
     @property
     def finished(self) -> bool:
-        if self._error is not None:
-            raise self._error
         return self._steps is not None and bool(self._windows) and self.version >= self._steps
 
     @property
-    def evaluating(self) -> bool:
-        return self._ledger.evaluating
+    def held_out_back(self) -> int:
+        """Held-out prompts that have come back, with scores or dropped."""
+        return self._ledger.held_out_back
+
+    def _dropped(self, window: Window) -> int:
+        """Prompts dropped, less those that the versions so far went without."""
+        lacked = self._ledger.version(window.producer) * window.per_version
+        return self._ledger.dropped.total() - lacked + self._ledger.trained_by(window.producer)
 
     def limit(self) -> int | None:
         """Source records that may be admitted now; None: as many as the edges hold."""
-        dropped = self._ledger.dropped.total()
-        limits = [w.limit(self._ledger.version(w.producer), dropped) for w in self._windows]
+        limits = [w.limit(self._ledger.version(w.producer), self._dropped(w)) for w in self._windows]
         if self._steps is not None:
-            limits += [self._steps * w.per_version + dropped for w in self._windows]
+            limits += [self._steps * w.per_version + self._dropped(w) for w in self._windows]
         return min(limits, default=None)
 
     def open_for(self, k: int) -> bool:
@@ -66,16 +71,16 @@ class Gate:
         return limit is None or k < limit
 
     def min_version(self, k: int) -> int:
-        """The version with which record k may be started: the oldest that is fresh enough when it is trained."""
-        ahead = k - self._ledger.dropped.total()
-        return max([0, *(ahead // w.per_version - w.staleness for w in self._windows)])
+        """The version with which record k may be started: the oldest that is fresh enough when trained."""
+        return max([0, *((k - self._dropped(w)) // w.per_version - w.staleness for w in self._windows)])
 
     def whole_versions(self, admitted: int) -> int:
-        """Versions that `admitted` source records are enough for."""
-        alive = admitted - self._ledger.dropped.total()
-        return min((alive // w.per_version for w in self._windows), default=0)
+        """The version that `admitted` source records are enough for."""
+        return min(((admitted - self._dropped(w)) // w.per_version for w in self._windows), default=0)
 
     def state(self, k: int) -> str:
         """For the wait graph: why record k is held."""
-        names = ", ".join(f"{w.producer} at version {self._ledger.version(w.producer)}" for w in self._windows)
+        names = ", ".join(
+            f"{w.producer} at version {self._ledger.version(w.producer)}" for w in self._windows
+        )
         return f"admission of record {k} (limit {self.limit()}; {names})"

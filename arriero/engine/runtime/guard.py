@@ -13,7 +13,7 @@ import numpy as np
 
 from arriero.engine.rates import Window, repetitions, windows
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import DroppedEvent, Evaluated, Trained
+from arriero.schemas.ledger import DroppedEvent, Evaluated, Event, Trained
 from arriero.schemas.messages import Batch, Record, RolloutGroup, ScoredGroup, Weights, oldest
 
 
@@ -46,10 +46,48 @@ def stale_groups(record: Record, version: int, bound: int) -> list[Stale]:
         case _:
             pass
     return [
-        Stale(group=group, origins=origins, detail=f"sampled by version {old}, version {version} is about to be replaced")
+        Stale(
+            group=group,
+            origins=origins,
+            detail=f"sampled by version {old}, version {version} is about to be replaced",
+        )
         for group, (origins, old) in found.items()
         if old is not None and version - old > bound
     ]
+
+
+class Ahead:
+    """Which version the next output of a batch component will replace: the newest, and one for each under
+    way.
+
+    Counted from the ledger and from what this node gave, so that it stays right when a batch is dropped on
+    the way or this node starts again; then it may be too small for a while, and the trainer's own guard
+    decides.
+    """
+
+    def __init__(self, producer: str) -> None:
+        self._producer = producer
+        self._newest = 0
+        self._under_way: set[str] = set()
+
+    @property
+    def version(self) -> int:
+        return self._newest + len(self._under_way)
+
+    def gave(self, output: str) -> None:
+        self._under_way.add(output)
+
+    def apply(self, event: Event) -> None:
+        """Take one event of the ledger into account."""
+        if isinstance(event, Trained) and event.node == self._producer:
+            self._newest = max(self._newest, event.version)
+            self._came_to_an_end(event.batch)
+        elif isinstance(event, DroppedEvent):
+            self._came_to_an_end(event.parent)
+
+    def _came_to_an_end(self, record: str) -> None:
+        # The batch itself, or what a node between here and the trainer made of it: see `child_id`.
+        self._under_way -= {b for b in self._under_way if record == b or record.startswith(f"{b}>")}
 
 
 def held_out(record: Record) -> Evaluated | None:
@@ -64,11 +102,14 @@ def held_out(record: Record) -> Evaluated | None:
 
 
 def dropped(node: str, stale: Stale) -> DroppedEvent:
-    return DroppedEvent(node=node, parent=stale.group, origins=stale.origins, reason="stale", detail=stale.detail)
+    """The ledger's event for a group that the guard held back."""
+    return DroppedEvent(
+        node=node, parent=stale.group, origins=stale.origins, reason="stale", detail=stale.detail
+    )
 
 
 def trained(node: str, weights: Weights, batch: Record) -> Trained:
-    """The ledger's event for one optimizer step. Staleness is measured over all sampled tokens of the batch."""
+    """The ledger's event for one optimizer step. Staleness is that of all sampled tokens."""
     samples = batch.samples if isinstance(batch, Batch) else ()
     ages = [weights.version - 1 - s.versions[s.versions >= 0] for s in samples if s.versions is not None]
     age = np.concatenate(ages) if ages else np.zeros(0, np.int32)

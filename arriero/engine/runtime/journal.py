@@ -8,7 +8,18 @@ from collections.abc import AsyncIterator
 from arriero.engine.broker import Broker
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import (
-    CONTROL, CONTROL_LOG, EVENT, LEDGER_LOG, Admitted, Control, DroppedEvent, Ended, Evaluated, Event, Stop, Trained,
+    CONTROL,
+    CONTROL_LOG,
+    EVENT,
+    LEDGER_LOG,
+    Admitted,
+    Control,
+    DroppedEvent,
+    Ended,
+    Evaluated,
+    Event,
+    Stop,
+    Trained,
 )  # fmt: skip
 
 

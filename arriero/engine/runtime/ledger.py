@@ -9,7 +9,7 @@ from collections import Counter
 
 from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Trained
 
-_IN_FLIGHT, _TRAINED, _DROPPED = 1, 2, 3
+_UNKNOWN, _IN_FLIGHT, _TRAINED, _DROPPED = range(4)
 
 
 class LedgerError(RuntimeError):
@@ -17,7 +17,7 @@ class LedgerError(RuntimeError):
 
 
 class Ledger:
-    """State after the events applied so far. Training prompts have origins 0, 1, ... without gaps.
+    """State after the events applied so far. Training prompts have origins 0, 1, ..., in about this order.
 
     With several trainers in a graph a prompt counts as trained when the first of them has trained it; each
     of them may train it once.
@@ -49,6 +49,10 @@ class Ledger:
         """The newest version that `node` has made; 0 before its first step."""
         return self.versions.get(node, 0)
 
+    def trained_by(self, node: str) -> int:
+        """Prompts that `node` has trained."""
+        return len(self._trained_by.get(node, ()))
+
     def apply(self, event: Event) -> None:
         """Take one event into account. Raises LedgerError if it contradicts an earlier one."""
         match event:
@@ -65,9 +69,13 @@ class Ledger:
         if event.split == "eval":
             self.held_out_sent += 1
             return
-        if event.origin != len(self._state):
-            raise LedgerError(f"prompt {event.id} is admitted as number {event.origin}; {len(self._state)} comes next")
-        self._state.append(_IN_FLIGHT)
+        # Admissions are written side by side: a later one may be durable first.
+        self._state.extend(bytes(max(event.origin + 1 - len(self._state), 0)))
+        if self._state[event.origin] != _UNKNOWN:
+            raise LedgerError(
+                f"prompt {event.id} is admitted as number {event.origin}, which was admitted before"
+            )
+        self._state[event.origin] = _IN_FLIGHT
         self.admitted += 1
 
     def _train(self, event: Trained) -> None:
@@ -76,12 +84,14 @@ class Ledger:
             state = self._known(k, f"trained in version {event.version}")
             if k in mine or state == _DROPPED:
                 earlier = "dropped" if state == _DROPPED else "trained"
-                raise LedgerError(f"prompt number {k} is trained in version {event.version}, but was {earlier} before")
+                raise LedgerError(
+                    f"prompt number {k} is trained in version {event.version}, but was {earlier} before"
+                )
             mine.add(k)
             if state == _IN_FLIGHT:
                 self._state[k] = _TRAINED
                 self.trained += 1
-        self.versions[event.node] = event.version
+        self.versions[event.node] = max(self.version(event.node), event.version)
         self.staleness_max = max(self.staleness_max, event.staleness_max)
 
     def _drop(self, event: DroppedEvent) -> None:
@@ -96,6 +106,6 @@ class Ledger:
                 raise LedgerError(f"prompt number {k} is dropped by {event.node}, but was {earlier} before")
 
     def _known(self, k: int, how: str) -> int:
-        if not 0 <= k < len(self._state):
+        if not 0 <= k < len(self._state) or self._state[k] == _UNKNOWN:
             raise LedgerError(f"prompt number {k} is {how}, but was never admitted")
         return self._state[k]

@@ -1,15 +1,16 @@
 """One node of the graph, running: streams in, records out, every lease answered.
 
-| who waits     | for what                            | unblocked by                                   |
-|---------------|-------------------------------------|------------------------------------------------|
-| the component | a record, a version                 | its producer; the end of the stream            |
+| who waits     | for what                            | unblocked by                                    |
+|---------------|-------------------------------------|-------------------------------------------------|
+| the component | a record, a version                 | its producer; the end of the stream             |
 | the component | room on its own edge                | its slowest consumer; all its consumers leaving |
-| the node      | its last outputs to be durable      | the broker                                     |
+| the node      | its last outputs to be durable      | the broker                                      |
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
@@ -21,73 +22,124 @@ from arriero.engine.broker import Broker, Lease
 from arriero.engine.graph import Graph, HasWant, Node, PerRecord
 from arriero.engine.rates import windows
 from arriero.engine.runtime.context import Context, enter
-from arriero.engine.runtime.guard import dropped, guarded, held_out, stale_groups, trained
+from arriero.engine.runtime.guard import Ahead, guarded, trained
 from arriero.engine.runtime.inputs import EdgeSource, LoopSource
-from arriero.engine.runtime.journal import Progress, record
+from arriero.engine.runtime.intake import Intake
+from arriero.engine.runtime.journal import Progress, follow_ledger
 from arriero.engine.runtime.outputs import Outbox
 from arriero.engine.runtime.provenance import child_id, origins_of, parents_of
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Loop, Source, Stream
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import DroppedEvent, loop_log
+from arriero.schemas.ledger import DroppedEvent, Event, loop_log
 from arriero.schemas.messages import Batch, Dropped, Record, RolloutGroup, Weights
 from arriero.schemas.run import RunOptions
 
 if TYPE_CHECKING:
     from arriero.engine.runtime.spmd import World
 
+_log = logging.getLogger(__name__)
+LEAVE_S = 5.0  # for a component to clean up; one that computes in a thread can't be broken off
+
 
 class NodeRunner:
     """Runs the component of one node in one replica."""
 
     def __init__(
-        self, graph: Graph, spec: GraphSpec, name: str, broker: Broker, options: RunOptions, context: Context,
-        progress: Progress, world: World,
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        spec: GraphSpec,
+        name: str,
+        broker: Broker,
+        options: RunOptions,
+        context: Context,
+        progress: Progress,
+        world: World,
+    ) -> None:
         node = graph.nodes[name]
         self.graph, self.spec, self.node, self.broker, self.options = graph, spec, node, broker, options
         self.progress, self.world = progress, world
-        self.clock = NodeClock(node.name, bound_s=options.wait_bound_s)
+        self.clock = NodeClock(name, bound_s=options.wait_bound_s)
         self.context = replace(context, count=self.clock.count)
-        self._window = guarded(spec, node.name)
-        self._loops = tuple(loop.name for loop in spec.loops if loop.producer == node.name)
+        self._run: Any = node.component.run
         self._edges: dict[str, EdgeSource[Any]] = {}
         self._loop_inputs: list[LoopSource] = []
-        self._answers: set[asyncio.Task[None]] = set()
         self._children: Counter[tuple[str, ...]] = Counter()
-        self._version = 0
-        self._stamps: dict[str, Record] = {}
-        consumers = spec.consumers(node.name)
+        self._version = 0  # the last that this node has made
+        window = guarded(spec, name)
+        self._ahead = Ahead(window.producer) if window and window.producer != name else None
+        self._has_consumers = bool(spec.consumers(name))
         self.outbox = Outbox(
-            broker, broker.producer(node.name, context.replica) if consumers else None, self._loops,
-            clock=self.clock, consumers_left=progress.consumers_left.get(node.name), recorded=self._recorded,
-        )  # fmt: skip
+            broker,
+            broker.producer(name, context.replica) if self._has_consumers else None,
+            tuple(loop.name for loop in spec.loops if loop.producer == name),
+            clock=self.clock,
+            consumers_left=progress.consumers_left.get(name),
+            max_deliveries=options.max_deliveries,
+        )
+        self.intake = Intake(
+            name,
+            broker,
+            self.outbox,
+            window=window,
+            version=lambda: self._ahead.version if self._ahead else self._version,
+            max_deliveries=options.max_deliveries,
+        )
+
+    # --- its life -----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """To the end of the inputs, or until the component is done. Raises what the component raises."""
+        """To the end of the inputs, or until the component is done. Raises the first error as it was."""
         enter(self.context)
         streams = {port: self._stream(port, stream) for port, stream in self.node.inputs.items()}
-        self.outbox.start()
-        for source in (*self._edges.values(), *self._loop_inputs) if self.world.rank == 0 else ():
-            source.start()
+        watchers: list[asyncio.Task[None]] = []
+        if self.world.rank == 0:
+            for source in self._sources():
+                source.start()
+            watchers = [asyncio.create_task(w) for w in self._watches()]
+        work = asyncio.create_task(self._work(streams), name=self.node.name)
         try:
-            await self._drive(streams)
-            await self.outbox.flush()
-            await asyncio.gather(*self._answers)
-            self._nothing_swallowed()
-            if self.spec.consumers(self.node.name) and self.world.rank == 0:
-                await self.broker.producer(self.node.name, self.context.replica).end()
+            await _first_error(work, self.outbox.failed, *watchers)
         finally:
-            for source in (*self._edges.values(), *self._loop_inputs):
-                await source.stop()
+            for task in (work, *watchers):
+                task.cancel()
+            _, late = await asyncio.wait({work, *watchers}, timeout=LEAVE_S)
+            if late:
+                _log.warning(
+                    "%s doesn't come to an end; its leases are given back all the same", self.node.name
+                )
+            await asyncio.gather(*(source.stop() for source in self._sources()))
             await self.outbox.stop()
             self.clock.stop()
 
+    def _sources(self) -> list[EdgeSource[Any] | LoopSource]:
+        return [*self._edges.values(), *self._loop_inputs]
+
+    def _watches(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside the component; an error in it ends the node."""
+        return [self._follow_ahead(self._ahead)] if self._ahead else []
+
+    async def _follow_ahead(self, ahead: Ahead) -> None:
+        async for event in follow_ledger(self.broker):
+            ahead.apply(event)
+
+    async def _work(self, streams: dict[str, Stream[Any]]) -> None:
+        try:
+            await self._drive(streams)
+        except SystemExit as error:  # would end the process in the middle of everything, perhaps with code 0
+            raise RuntimeError(f"{self.node.name} called sys.exit({error.code!r}); raise an error") from error
+        await self.outbox.flush()
+        self._nothing_swallowed()
+        if self._has_consumers and self.world.rank == 0:
+            end = self.broker.producer(self.node.name, self.context.replica).end()
+            await self.clock.wait(end, "the end of its edge to be durable")
+
     async def _drive(self, streams: dict[str, Stream[Any]]) -> None:
-        if isinstance(self.node.component, PerRecord):
-            await self._apply_each(cast("PerRecord[Record, Record]", self.node.component))
+        component: object = self.node.component
+        if isinstance(component, PerRecord) and self.world.ranks == 1:
+            await self._apply_each(cast("PerRecord[Record, Record]", component))
             return
-        async with aclosing(cast("AsyncGenerator[Record, None]", self.node.component.run(**streams))) as outputs:
+        async with aclosing(cast("AsyncGenerator[Record, None]", self._run(**streams))) as outputs:
             async for output in outputs:
                 await self.emit(output)
 
@@ -98,127 +150,110 @@ class NodeRunner:
             try:
                 out = component.apply(item)
                 out = await out if not isinstance(out, Record) else out
+            except asyncio.CancelledError as error:
+                if cast("asyncio.Task[Any]", asyncio.current_task()).cancelling():
+                    raise
+                failure: BaseException = error  # of something that `apply` waited for
             except Exception as error:  # noqa: BLE001  # a record may fail: it is retried, then a dead letter
-                lease, _ = source.taken.pop(item.id)
-                await self._failed(lease, item.origins, f"{type(error).__name__}: {error}")
+                failure = error
+            else:
+                await self.emit(out)
                 continue
-            await self.emit(out)
+            self.clock.count("failed_records", 1)
+            detail = f"{type(failure).__name__}: {failure}"
+            await self.intake.failed(source.forget(item.id), item.origins, detail)
+            source.came_back()
+
+    # --- outputs ------------------------------------------------------------------------------------------
 
     async def emit(self, output: Record) -> None:
         """Publish one output of the component, or record why there is none."""
         taken = self._taken()
         if isinstance(output, Dropped):
-            await self._drop(output, taken)
+            self._drop(output, taken)
             return
         parents = parents_of(output, taken, self.node.name)
-        records = [taken[p][1] for p in parents]
+        records = [taken[p] for p in parents]
         if not isinstance(output, Weights) or records:
-            id = child_id(self.node.name, parents, self._children[parents])
-            output = output.stamped(id=id, parents=parents, origins=origins_of(records))
+            name = child_id(self.node.name, parents, self._children[parents])
+            output = output.stamped(id=name, parents=parents, origins=origins_of(records))
         else:
             output = output.stamped(id=f"{self.node.name}-{output.version}", parents=(), origins=())
         await self.give(output, parents)
 
-    async def give(self, output: Record, parents: tuple[str, ...]) -> None:
-        """Hand a stamped output to the outbox with the leases it answers."""
+    async def give(self, output: Record, parents: tuple[str, ...], *, first: Event | None = None) -> None:
+        """Hand a stamped output to the outbox with the leases it answers; `first` is recorded before it."""
         taken = self._taken()
         self.clock.given += 1
         self.clock.tokens += _sampled_tokens(output)
         self._children[parents] += 1
-        answered = parents if self._children[parents] >= self.node.rates.produces else ()
-        leases = tuple(taken[p][0] for p in answered)
+        beside: Event | None = None
         if isinstance(output, Weights):
             self._version = output.version
             if parents:
-                self._stamps[output.id] = batch = taken[parents[0]][1]
-                self.clock.tokens += sum(int(s.mask.sum()) for s in batch.samples) if isinstance(batch, Batch) else 0
-        for p in answered:
-            self._release(p)
-            self._children.pop(parents, None)
-        await self.outbox.put(output, leases)
+                batch = taken[parents[0]]
+                beside = trained(self.node.name, output, batch)
+                self.clock.tokens += _trained_tokens(batch)
+        if self._ahead is not None:
+            self._ahead.gave(output.id)
+        answered = parents if self._children[parents] >= self.node.rates.produces else ()
+        leases = tuple(lease for p in answered for lease in self._answer(p))
+        if answered:
+            del self._children[parents]
+        await self.outbox.put(output, leases, first=first, beside=beside)
 
-    async def _recorded(self, output: Record) -> None:
-        """After an output is durable: a new version goes into the ledger."""
-        if isinstance(output, Weights) and (batch := self._stamps.pop(output.id, None)) is not None:
-            await record(self.broker, trained(self.node.name, output, batch))
-
-    async def _drop(self, output: Dropped, taken: dict[str, tuple[Lease, Record]]) -> None:
+    def _drop(self, output: Dropped, taken: dict[str, Record]) -> None:
         if output.parent not in taken:
             raise ValueError(f"{self.node.name} dropped {output.parent!r}, which it hasn't taken")
-        lease, parent = taken[output.parent]
-        self._release(output.parent)
         event = DroppedEvent(
-            node=self.node.name, parent=parent.id, origins=parent.origins, reason=output.reason, detail=output.detail
+            node=self.node.name,
+            parent=output.parent,
+            origins=taken[output.parent].origins,
+            reason=output.reason,
+            detail=output.detail,
         )
-        await record(self.broker, event)
-        await lease.ack()
+        self.outbox.settle((event,), tuple(self._answer(output.parent)))
+
+    # --- inputs -------------------------------------------------------------------------------------------
 
     def _stream(self, port: str, stream: Stream[Any]) -> Stream[Any]:
         live: Source[Any]
         if isinstance(stream, Loop):
             live = LoopSource(
-                self.broker, loop_log(stream.source), stream.record, name=f"loop {stream.source}", clock=self.clock,
+                self.broker,
+                loop_log(stream.source),
+                stream.record,
+                name=f"loop {stream.source}",
+                clock=self.clock,
                 keep=self.context.staleness + 2 if self.options.deterministic else 1,
-            )  # fmt: skip
+            )
             self._loop_inputs.append(live)
         else:
             live = self._edges[port] = EdgeSource(
-                self.broker.consumer(stream.source, f"{self.node.name}-{port}"), stream.record,
-                name=f"a record of {stream.source}", clock=self.clock, accept=self._accept, poisoned=self._poisoned,
+                self.broker.consumer(stream.source, f"{self.node.name}-{port}"),
+                stream.record,
+                name=f"a record of {stream.source}",
+                clock=self.clock,
+                accept=self.intake.accept,
+                poisoned=self.intake.poisoned,
+                again=self.intake.again,
                 want=_want(self.spec, self.node, port),
-            )  # fmt: skip
+                max_deliveries=self.options.max_deliveries,
+            )
         return Stream(stream.source, stream.record, live)
 
-    def _accept(self, lease: Lease, arrived: Record) -> Record | None:
-        """What of a record the component may take: nothing held out, nothing too stale."""
-        if self._window is None:
-            return arrived
-        if (evaluated := held_out(arrived)) is not None:
-            self._answer(self._record_and_ack(evaluated, lease))
-            return None
-        version = self._version if self._window.producer == self.node.name else self.clock.given
-        stale = stale_groups(arrived, version, self._window.staleness)
-        events = [dropped(self.node.name, s) for s in stale]
-        left = arrived.without(frozenset(s.group for s in stale)) if stale and isinstance(arrived, Batch) else None
-        if not stale or (left is not None and left.samples):
-            for event in events:
-                self._answer(record(self.broker, event))
-            return left or arrived
-        self._answer(self._record_and_ack_all(events, lease))
-        return None
+    def _taken(self) -> dict[str, Record]:
+        return {key: record for s in self._edges.values() for key, (_, record) in s.taken.items()}
 
-    async def _record_and_ack(self, event: Any, lease: Lease) -> None:
-        await self._record_and_ack_all([event], lease)
-
-    async def _record_and_ack_all(self, events: list[Any], lease: Lease) -> None:
-        for event in events:
-            await record(self.broker, event)
-        await lease.ack()
-
-    async def _poisoned(self, lease: Lease, error: str) -> None:
-        await self._failed(lease, (), error)
-
-    async def _failed(self, lease: Lease, origins: tuple[int, ...], error: str) -> None:
-        if lease.deliveries >= self.options.max_deliveries:
-            event = DroppedEvent(
-                node=self.node.name, parent=lease.id, origins=origins, reason="dead_letter", detail=error
-            )
-            await record(self.broker, event)
-        await lease.nack(error)
-
-    def _answer(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._answers.add(task)
-
-    def _taken(self) -> dict[str, tuple[Lease, Record]]:
-        return {id: held for source in self._edges.values() for id, held in source.taken.items()}
-
-    def _release(self, id: str) -> None:
-        for source in self._edges.values():
-            source.taken.pop(id, None)
+    def _answer(self, key: str) -> list[Lease]:
+        """The leases of the taken record `key`, one for each port it came through; it is taken no longer."""
+        held = [(s, s.taken[key][0]) for s in self._edges.values() if key in s.taken]
+        for source, _ in held:
+            source.answer(key)
+        return [lease for _, lease in held]
 
     def _nothing_swallowed(self) -> None:
-        left = [id for source in self._edges.values() if source.ended for id in source.taken]
+        left = [key for source in self._edges.values() if source.ended for key in source.taken]
         if left:
             raise RuntimeError(
                 f"{self.node.name} ended without an answer to {len(left)} inputs ({left[0]}, ...); "
@@ -226,9 +261,22 @@ class NodeRunner:
             )
 
 
+async def _first_error(work: asyncio.Task[None], *others: asyncio.Future[None]) -> None:
+    """Until `work` is done. Raises its error, or that of one of `others` before it is done."""
+    waiting: set[asyncio.Future[None]] = {work, *others}
+    while not work.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for future in done - {work}:
+            future.result()
+    if work.cancelled():
+        raise RuntimeError(f"{work.get_name()} was cancelled from inside: something it waited for was")
+    work.result()
+
+
 def _want(spec: GraphSpec, node: Node, port: str) -> int:
-    """Records leased ahead: what a firing takes. A component that works on many at once says how many, but one
-    replica takes no more than its share of a version, or it would leave the others idle."""
+    """Records leased ahead: what a firing takes. A component that works on many at once says how many, but
+    one replica takes no more than its share of a version, or it would leave the others idle.
+    """
     if not isinstance(node.component, HasWant):
         return max(1, node.rates.consumes.get(port, 1))
     followed = {s.source for s in node.inputs.values() if isinstance(s, Loop)}
@@ -238,3 +286,7 @@ def _want(spec: GraphSpec, node: Node, port: str) -> int:
 
 def _sampled_tokens(output: Record) -> int:
     return sum(int(r.mask.sum()) for r in output.rollouts) if isinstance(output, RolloutGroup) else 0
+
+
+def _trained_tokens(batch: Record) -> int:
+    return sum(int(s.mask.sum()) for s in batch.samples) if isinstance(batch, Batch) else 0

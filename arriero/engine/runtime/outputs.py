@@ -1,103 +1,170 @@
-"""What a node gives: encoded, made durable on its edge and its loops, and only then its parents acknowledged."""
+"""What a node gives: made durable on its edge and its loops, and only then its parents acknowledged."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any
 
 from arriero.engine.broker import Broker, Lease, Producer
 from arriero.engine.codec import encode
+from arriero.engine.runtime.inputs import give_back
+from arriero.engine.runtime.journal import record as journal
 from arriero.engine.runtime.waits import NodeClock
-from arriero.schemas.ledger import loop_log
+from arriero.schemas.ledger import Event, loop_log
 from arriero.schemas.messages import Record
 
-T = TypeVar("T")
 _AHEAD = 16
-
-Recorded = Callable[[Record], Awaitable[None]]
 
 
 class Outbox:
-    """Publishes in the background and in order, so that a component doesn't wait for the engine's answer.
+    """Publishes in the background, so that a component doesn't wait for the engine's answers.
 
-    At most 16 records are under way; a full edge therefore stops the component soon. When all consumers have
-    left (`consumers_left`), nobody will ever take another record and outputs are let go.
+    An answer is one task: its events, its output, then the acknowledgements. Answers start in order and run
+    side by side, at most 16 outputs at a time (versions one at a time); a full edge therefore stops the
+    component soon. When all consumers have left (`consumers_left`) nobody will ever take another record, and
+    outputs are let go.
+
+    `failed` never has a result; it raises the first error of an answer.
     """
 
     def __init__(
-        self, broker: Broker, producer: Producer | None, loops: tuple[str, ...], *, clock: NodeClock,
-        consumers_left: asyncio.Event | None, recorded: Recorded,
-    ) -> None:  # fmt: skip
+        self,
+        broker: Broker,
+        producer: Producer | None,
+        loops: tuple[str, ...],
+        *,
+        clock: NodeClock,
+        consumers_left: asyncio.Event | None,
+        max_deliveries: int,
+    ) -> None:
         self._broker, self._producer, self._clock = broker, producer, clock
         self._logs = tuple(loop_log(name) for name in loops)
-        self._consumers_left, self._recorded = consumers_left, recorded
-        self._queue: asyncio.Queue[tuple[Record, tuple[Lease, ...]]] = asyncio.Queue(_AHEAD)
-        self._error: BaseException | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._consumers_left, self._max_deliveries = consumers_left, max_deliveries
+        self._most = 1 if loops else _AHEAD
+        self._answers: dict[asyncio.Task[None], tuple[Lease, ...]] = {}
+        self._outputs: set[asyncio.Task[None]] = set()
+        self._moved = asyncio.Event()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._publish_all())
+    async def put(
+        self,
+        record: Record,
+        leases: tuple[Lease, ...],
+        *,
+        first: Event | None = None,
+        beside: Event | None = None,
+    ) -> None:
+        """Hand over a stamped record and the leases that its publication acknowledges; waits for room.
 
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def put(self, record: Record, parents: tuple[Lease, ...]) -> None:
-        """Hand over a stamped record and the leases that its publication acknowledges."""
+        The event `first` is durable before the record is sent; `beside` is recorded at the same time.
+        """
+        while len(self._outputs) >= self._most:
+            await self._wait("room on its own edge")
         self._check()
-        if self._queue.full():
-            await self._clock.wait(self._or_failed(self._queue.put((record, parents))), "room on its own edge")
-        else:
-            self._queue.put_nowait((record, parents))
+        self._outputs.add(self._start(self._publish(record, leases, first, beside), leases))
+
+    def settle(self, events: tuple[Event, ...], leases: tuple[Lease, ...]) -> None:
+        """Record `events`, then acknowledge `leases`."""
+        self._start(self._settle(events, leases), leases)
+
+    def acknowledge_again(self, lease: Lease) -> None:
+        """Acknowledge a second delivery, when the answer to the first is durable."""
+        self._start(self._after(tuple(self._answers), lease), (lease,))
 
     async def flush(self) -> None:
-        """Wait until everything handed over is durable and acknowledged."""
-        await self._clock.wait(self._or_failed(self._queue.join()), "its last outputs to be durable")
+        """Wait until everything handed over is durable and acknowledged. Raises the first error."""
+        while self._answers:
+            await self._wait("its last outputs to be durable")
+        self._check()
 
-    async def _or_failed(self, wanted: Awaitable[T]) -> T:
-        """`wanted`, unless publishing fails first: then that error."""
-        assert self._task is not None
-        wait = asyncio.ensure_future(wanted)
-        try:
-            await asyncio.wait({wait, self._task}, return_when=asyncio.FIRST_COMPLETED)
-            self._check()
-            return await wait
-        finally:
-            wait.cancel()
+    async def stop(self) -> None:
+        """Break off what is under way and give its leases back; what was published is known by its id."""
+        broken_off = tuple(lease for leases in self._answers.values() for lease in leases)
+        tasks = tuple(self._answers)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(give_back(lease, self._max_deliveries) for lease in broken_off))
+        if not self.failed.done():
+            self.failed.cancel()
 
     def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.failed.done():
+            self.failed.result()
 
-    async def _publish_all(self) -> None:
-        try:
-            while True:
-                record, parents = await self._queue.get()
-                await self._publish(record)
-                for lease in parents:
-                    await lease.ack()
-                self._queue.task_done()
-        except Exception as error:  # noqa: BLE001  # carried to the component's coroutine, which raises it
-            self._error = error
+    async def _wait(self, what: str) -> None:
+        self._check()
+        self._moved.clear()
+        await self._clock.wait(self._moved.wait(), what)
 
-    async def _publish(self, record: Record) -> None:
+    def _start(self, answer: Coroutine[Any, Any, None], leases: tuple[Lease, ...]) -> asyncio.Task[None]:
+        task = asyncio.create_task(answer)
+        self._answers[task] = leases
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._outputs.discard(task)
+        if not task.cancelled():
+            if (error := task.exception()) is None:
+                del self._answers[task]
+            elif not self.failed.done():
+                self.failed.set_exception(error)
+                self.failed.exception()  # seen: whoever runs the node raises it
+        self._moved.set()
+
+    async def _publish(
+        self, record: Record, leases: tuple[Lease, ...], first: Event | None, beside: Event | None
+    ) -> None:
         payload = encode(record)
+        if first is not None:
+            await journal(self._broker, first)
+        sends: list[Coroutine[Any, Any, Any]] = [
+            self._broker.append(log, record.id, payload) for log in self._logs
+        ]
+        if beside is not None:
+            sends.append(journal(self._broker, beside))
         if self._producer is not None and self._consumers_left is not None:
-            await self._put_unless_left(self._producer, self._consumers_left, record.id, payload)
-        for log in self._logs:
-            await self._broker.append(log, record.id, payload)
-        await self._recorded(record)
+            sends.append(self._put_unless_left(self._producer, self._consumers_left, record.id, payload))
+        await together(*sends)
+        await together(*(lease.ack() for lease in leases))
 
-    async def _put_unless_left(self, producer: Producer, left: asyncio.Event, id: str, payload: bytes) -> None:
-        put = asyncio.ensure_future(producer.put(id, payload))
-        if not put.done():
-            gone = asyncio.ensure_future(left.wait())
+    async def _settle(self, events: tuple[Event, ...], leases: tuple[Lease, ...]) -> None:
+        await together(*(journal(self._broker, event) for event in events))
+        await together(*(lease.ack() for lease in leases))
+
+    async def _after(self, earlier: tuple[asyncio.Task[None], ...], lease: Lease) -> None:
+        if earlier:
+            await asyncio.wait(earlier)
+        self._check()
+        await lease.ack()
+
+    async def _put_unless_left(
+        self, producer: Producer, left: asyncio.Event, key: str, payload: bytes
+    ) -> None:
+        if left.is_set():
+            return
+        put = asyncio.ensure_future(producer.put(key, payload))
+        gone = asyncio.ensure_future(left.wait())
+        try:
             await asyncio.wait({put, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if put.done():
+                await put
+        finally:
             gone.cancel()
-        if put.done():
-            await put
-        else:
             put.cancel()
-            await asyncio.gather(put, return_exceptions=True)
+            await asyncio.gather(put, gone, return_exceptions=True)
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> None:
+    """Do all of `work` side by side; the first error breaks off the rest. Alone, it costs no task."""
+    if len(work) == 1:
+        await work[0]
+        return
+    tasks = [asyncio.create_task(w) for w in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

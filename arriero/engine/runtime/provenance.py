@@ -17,7 +17,9 @@ def parents_of(record: Record, taken: Collection[str], node: str) -> tuple[str, 
     """
     if record.parents:
         if unknown := [p for p in record.parents if p not in taken]:
-            raise ValueError(f"{node} gave a {type(record).__name__} that names {unknown[0]!r} as parent, which it hasn't")
+            raise ValueError(
+                f"{node} gave a {type(record).__name__} that names {unknown[0]!r} as parent, which it hasn't"
+            )
         return record.parents
     if embedded := tuple(dict.fromkeys(r.id for r in _embedded(record) if r.id in taken)):
         return embedded
@@ -30,7 +32,7 @@ def parents_of(record: Record, taken: Collection[str], node: str) -> tuple[str, 
 
 
 def child_id(node: str, parents: tuple[str, ...], index: int) -> str:
-    """Deterministic id: one parent extends its id, several are hashed; `index` counts children of the same."""
+    """Deterministic id: one parent extends its id, several are hashed; `index` counts their children."""
     suffix = f"#{index}" if index else ""
     if len(parents) == 1:
         return f"{parents[0]}>{node}{suffix}"

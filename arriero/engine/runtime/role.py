@@ -1,26 +1,31 @@
-"""The main loop of a role: its nodes side by side, a heartbeat from a thread of its own, an end that is said."""
+"""The main loop of a role: its nodes side by side, a heartbeat from its own thread, an end that is said."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
 from arriero.engine.broker import Broker
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.engine.runtime.context import Context
 from arriero.engine.runtime.journal import Progress, announce
-from arriero.engine.runtime.node import NodeRunner
+from arriero.engine.runtime.node import LEAVE_S, NodeRunner
 from arriero.engine.runtime.source import SourceRunner
 from arriero.engine.runtime.spmd import RankRunner, World
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Ended
 from arriero.schemas.run import RoleStatus, RunOptions
+
+_log = logging.getLogger(__name__)
+_SAY_S = 5.0  # for the last words of a node that failed
 
 
 class Stopped(Exception):
@@ -28,60 +33,106 @@ class Stopped(Exception):
 
 
 async def run_role(
-    spec: GraphSpec, options: RunOptions, *, role: str, replica: int, rank: int = 0, ranks: int = 1,
-    run_dir: Path, broker: Broker,
+    spec: GraphSpec,
+    options: RunOptions,
+    *,
+    role: str,
+    replica: int,
+    rank: int = 0,
+    ranks: int = 1,
+    run_dir: Path,
+    broker: Broker,
 ) -> None:
-    """Run the nodes of `role` to their end. Raises the first error of a node, after saying it on the control log.
+    """Run the nodes of `role` to their end.
 
-    Rank 0 of an SPMD role talks to the broker; the other ranks take their records from it.
-    """  # fmt: skip
+    Raises the first error of a node, after saying it on the control log, and Stopped when the run is stopped.
+    However it ends, it does so within seconds, and what has no answer is given back. Rank 0 of an SPMD role
+    talks to the broker; the other ranks take their records from it.
+    """
     graph = Graph.from_spec(spec)
     progress = Progress(spec, broker)
     world = World(rank, ranks, options.wait_bound_s)
-    runners = [
-        _runner(graph, spec, name, options, _context(spec, name, options, replica, rank, ranks, run_dir), progress, broker, world)
-        for name in (n.name for n in spec.roles[role])
-    ]
+    names = [n.name for n in spec.roles[role] if n.inputs or rank == 0]
+    contexts = {name: _context(spec, name, options, replica, rank, ranks, run_dir) for name in names}
+    runners = [_runner(graph, spec, name, broker, options, contexts[name], progress, world) for name in names]
     lag = _LoopLag()
     broker.start_pulse(
-        f"{role}-{replica}-{rank}", lambda: _status(role, replica, rank, lag, runners), interval_s=options.heartbeat_s
+        f"{role}-{replica}-{rank}",
+        lambda: _status(role, replica, rank, lag, runners),
+        interval_s=options.heartbeat_s,
     )
-    watchers = [asyncio.create_task(progress.follow()), asyncio.create_task(lag.measure())]
-    work = asyncio.gather(*(_run_node(runner, replica, rank, broker) for runner in runners))
-    stop = asyncio.create_task(progress.stopped.wait())
+    await _until_all_end(
+        [_run_node(runner, replica, rank, broker) for runner in runners],
+        [progress.follow(), lag.measure(), _raise_when(progress.stopped)],
+    )
+    world.close()
+
+
+async def _until_all_end(
+    nodes: Iterable[Coroutine[Any, Any, None]], watchers: Iterable[Coroutine[Any, Any, None]]
+) -> None:
+    """Run all; returns when the nodes have ended. The first error of a node or watcher cancels the others."""
+    tasks = [asyncio.create_task(node) for node in nodes]  # strong references: a task without may vanish
+    watching = [asyncio.create_task(watcher) for watcher in watchers]
     try:
-        await asyncio.wait({work, stop, watchers[0]}, return_when=asyncio.FIRST_COMPLETED)
-        if watchers[0].done():
-            await watchers[0]
-        if not work.done():
-            raise Stopped
-        await work
+        while not all(task.done() for task in tasks):
+            running = [task for task in (*tasks, *watching) if not task.done()]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*tasks, *watching):  # a node's own error before the news that the run is stopped
+                if task.done():
+                    task.result()
+        for task in tasks:
+            task.result()
     finally:
-        for task in (*watchers, stop, work):
+        for task in (*tasks, *watching):
             task.cancel()
-        await asyncio.gather(*watchers, stop, work, return_exceptions=True)
-        world.close()
+        _, late = await asyncio.wait((*tasks, *watching), timeout=LEAVE_S + 1)
+        if late:
+            _log.warning("%d tasks of this role don't come to an end", len(late))
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # seen
+
+
+async def _raise_when(stopped: asyncio.Event) -> None:
+    await stopped.wait()
+    raise Stopped
 
 
 async def _run_node(runner: NodeRunner, replica: int, rank: int, broker: Broker) -> None:
+    """Run one node and say how it ended. Only rank 0 says that all went well; any rank says what didn't."""
     name = runner.node.name
     try:
         await runner.run()
     except Exception as error:
+        user = isinstance(error, UserError)
         ended = Ended(
-            node=name, replica=replica, error=f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error),
-            traceback=traceback.format_exc(), user=isinstance(error, UserError),
-        )  # fmt: skip
-        await announce(broker, ended)
+            node=name,
+            replica=replica,
+            error=str(error) if user else f"{type(error).__name__}: {error}",
+            traceback=traceback.format_exc(),
+            user=user,
+        )
+        try:
+            async with asyncio.timeout(_SAY_S):
+                await announce(broker, ended)
+        except Exception:  # noqa: BLE001  # the node's own error counts, not that nobody hears of it
+            _log.exception("%s failed and couldn't say so", name)
         raise
     if rank == 0:
         await announce(broker, Ended(node=name, replica=replica))
 
 
 def _runner(
-    graph: Graph, spec: GraphSpec, name: str, options: RunOptions, context: Context, progress: Progress,
-    broker: Broker, world: World,
-) -> NodeRunner:  # fmt: skip
+    graph: Graph,
+    spec: GraphSpec,
+    name: str,
+    broker: Broker,
+    options: RunOptions,
+    context: Context,
+    progress: Progress,
+    world: World,
+) -> NodeRunner:
     kind = SourceRunner if not spec.node(name).inputs else RankRunner if world.ranks > 1 else NodeRunner
     return kind(graph, spec, name, broker, options, context, progress, world)
 
@@ -92,17 +143,29 @@ def _context(
     own = [loop.name for loop in spec.loops if loop.producer == name]
     followed = [i.source for i in spec.node(name).inputs if i.loop]
     return Context(
-        run_id=options.run_id, run_dir=run_dir, node=name, replica=replica, rank=rank, ranks=ranks, seed=options.seed,
-        deterministic=options.deterministic, staleness=max((loop.staleness for loop in spec.loops), default=0),
+        run_id=options.run_id,
+        run_dir=run_dir,
+        node=name,
+        replica=replica,
+        rank=rank,
+        ranks=ranks,
+        seed=options.seed,
+        deterministic=options.deterministic,
+        staleness=max((loop.staleness for loop in spec.loops), default=0),
         loop=next(iter((*own, *followed)), ""),
-    )  # fmt: skip
+    )
 
 
 def _status(role: str, replica: int, rank: int, lag: _LoopLag, runners: Iterable[NodeRunner]) -> bytes:
     status = RoleStatus(
-        role=role, replica=replica, rank=rank, pid=os.getpid(), host=socket.gethostname(), lag_s=lag.now(),
+        role=role,
+        replica=replica,
+        rank=rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        lag_s=lag.now(),
         nodes=tuple(r.clock.status() for r in runners),
-    )  # fmt: skip
+    )
     return status.model_dump_json().encode()
 
 

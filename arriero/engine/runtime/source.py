@@ -1,16 +1,14 @@
-"""A source, running: its records are admitted by the gate, and held-out prompts go along at their versions."""
+"""A source, running: its records are admitted by the gate; held-out prompts go along at their versions."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, cast
 
 from arriero.engine.graph import Evaluation, Graph, HasEvaluation, HasLimit
 from arriero.engine.rates import windows
 from arriero.engine.runtime.gate import Gate
-from arriero.engine.runtime.journal import record
 from arriero.engine.runtime.node import NodeRunner
 from arriero.engine.stream import Stream
 from arriero.schemas.ledger import Admitted
@@ -24,48 +22,61 @@ class SourceRunner(NodeRunner):
     multiple of `Evaluation.every`, and at the last version that whole batches reached.
     """
 
-    async def _drive(self, streams: dict[str, Stream[Any]]) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         mine = tuple(w for w in windows(self.spec) if self.node.name in w.sources)
-        gate = Gate(self.broker, mine, steps(self.graph, tuple(w.producer for w in mine)))
-        tasks = [asyncio.create_task(gate.follow()), asyncio.create_task(self._wake_at_end(gate))]
+        self._gate = Gate(mine, steps(self.graph, tuple(w.producer for w in mine)))
         component = self.node.component
-        evaluation = component.evaluation() if mine and isinstance(component, HasEvaluation) else None
+        has = mine and isinstance(component, HasEvaluation)
+        self._evaluation: Evaluation | None = component.evaluation() if has else None
+        self._evaluated = -1  # the last version for which held-out prompts were sent
         self._held_out_sent = 0
-        self.clock.start()
-        try:
-            await self._evaluate(evaluation, 0)
-            await self._until(gate, lambda: not gate.evaluating, lambda: "the held-out prompts of version 0")
-            admitted = await self._admit_all(gate, evaluation)
-            last = gate.whole_versions(admitted)
-            await self._until(gate, lambda: gate.version >= gate.whole_versions(admitted), lambda: f"version {last}")
-            await self._evaluate(evaluation, gate.version)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _admit_all(self, gate: Gate, evaluation: Evaluation | None) -> int:
+    def _watches(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._gate.follow(self.broker), self._wake_at_end()]
+
+    async def _drive(self, streams: dict[str, Stream[Any]]) -> None:
+        gate = self._gate
+        self.clock.start()
+        await self._evaluate(0)
+        await self._until(
+            lambda: gate.held_out_back >= self._held_out_sent, lambda: "the held-out prompts of version 0"
+        )
+        admitted = await self._admit_all()
+        await self._until(
+            lambda: gate.version >= gate.whole_versions(admitted),
+            lambda: f"version {gate.whole_versions(admitted)}",
+        )
+        await self._evaluate(gate.version)
+
+    async def _admit_all(self) -> int:
         """Send records until the component has no more, or nobody wants more; how many were sent."""
-        k, evaluated = 0, 0
+        gate, k = self._gate, 0
         async with aclosing(cast("AsyncGenerator[Record, None]", self.node.component.run())) as outputs:
             async for output in outputs:
                 if isinstance(output, Dropped):
                     raise ValueError(f"{self.node.name} is a source and has nothing to drop")
-                await self._until(gate, lambda: gate.finished or gate.open_for(k), lambda: gate.state(k))  # noqa: B023
+                await self._until(lambda: gate.open_for(k), lambda: gate.state(k))  # noqa: B023
                 if gate.finished or self.progress.sinks_ended.is_set():
                     break
-                if evaluation and evaluation.every and gate.version // evaluation.every > evaluated:
-                    evaluated = gate.version // evaluation.every
-                    await self._evaluate(evaluation, evaluated * evaluation.every)
                 await self._send(output, origin=k, min_version=gate.min_version(k))
                 k += 1
         return k
 
-    async def _evaluate(self, evaluation: Evaluation | None, version: int) -> None:
-        for prompt in evaluation.prompts if evaluation else ():
+    async def _evaluate(self, version: int) -> None:
+        """Send the held-out prompts for `version`, if they were not sent for it already."""
+        if self._evaluation is None or version <= self._evaluated:
+            return
+        self._evaluated = version
+        for prompt in self._evaluation.prompts:
             self._held_out_sent += 1
             sent = prompt.model_copy(update={"id": f"{prompt.id}@{version}", "split": "eval"})
             await self._send(sent, origin=-self._held_out_sent, min_version=version)
+
+    async def _evaluate_if_due(self) -> None:
+        every = self._evaluation.every if self._evaluation else 0
+        if every and not self._gate.finished:
+            await self._evaluate(self._gate.version // every * every)
 
     async def _send(self, output: Record, *, origin: int, min_version: int) -> None:
         """Record the admission, then publish: what is on an edge is always accounted for."""
@@ -74,21 +85,27 @@ class SourceRunner(NodeRunner):
         if prompt is not None:
             output = prompt = prompt.model_copy(update={"min_version": min_version})
         event = Admitted(
-            id=output.id, origin=origin, split=prompt.split if prompt else "train", epoch=prompt.epoch if prompt else 0,
-            row=prompt.row if prompt else 0, min_version=min_version,
-        )  # fmt: skip
-        await record(self.broker, event)
-        await self.give(output, ())
+            id=output.id,
+            origin=origin,
+            split=prompt.split if prompt else "train",
+            epoch=prompt.epoch if prompt else 0,
+            row=prompt.row if prompt else 0,
+            min_version=min_version,
+        )
+        await self.give(output, (), first=event)
 
-    async def _until(self, gate: Gate, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait until `done`, or until all sinks have ended and nobody wants records any more."""
-        while not (done() or gate.finished or self.progress.sinks_ended.is_set()):
-            gate.changed.clear()
-            await self.clock.wait(gate.changed.wait(), what())
+    async def _until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until `done`, or until nobody wants records any more; evaluates meanwhile when it is time."""
+        while True:
+            await self._evaluate_if_due()
+            if done() or self._gate.finished or self.progress.sinks_ended.is_set():
+                return
+            self._gate.changed.clear()
+            await self.clock.wait(self._gate.changed.wait(), what())
 
-    async def _wake_at_end(self, gate: Gate) -> None:
+    async def _wake_at_end(self) -> None:
         await self.progress.sinks_ended.wait()
-        gate.changed.set()
+        self._gate.changed.set()
 
 
 def steps(graph: Graph, producers: tuple[str, ...]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable
@@ -18,52 +19,90 @@ class WaitTimeout(RuntimeError):
 
 
 class NodeClock:
-    """Busy and idle time of one node, and its current wait. Read from the heartbeat's thread."""
+    """Busy and idle time of one node, and its current wait.
+
+    The node is idle while at least one wait is open, however many overlap, and busy otherwise; both count
+    from the first record on. Written by the event loop and by compute threads, read by the heartbeat's
+    thread.
+    """
 
     def __init__(self, node: str, *, bound_s: float) -> None:
         self.node, self._bound_s = node, bound_s
+        self._lock = threading.Lock()
         self._started: float | None = None
         self._stopped: float | None = None
-        self._waits: dict[int, tuple[str, float]] = {}
+        self._waits: dict[object, tuple[str, float]] = {}
+        self._idle_since = 0.0
         self._idle_s = 0.0
         self.taken = self.given = self.tokens = 0
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def start(self) -> None:
-        """The first record has come: busy and idle time count from here."""
-        if self._started is None:
-            self._started = time.monotonic()
-            self._waits = {k: (what, self._started) for k, (what, _) in self._waits.items()}
+        """The first record has come: busy and idle time count from here. Idempotent."""
+        with self._lock:
+            self._started = self._started or time.monotonic()
 
     def stop(self) -> None:
-        self._stopped = time.monotonic()
+        """The node has ended: nothing counts any more. Idempotent."""
+        with self._lock:
+            self._stopped = self._stopped or time.monotonic()
 
     def count(self, name: str, number: int) -> None:
-        self.counts[name] += number
+        """Add to a named counter; from any thread."""
+        with self._lock:
+            self._counts[name] += number
 
-    async def wait(self, awaitable: Awaitable[T], what: str) -> T:
+    async def wait(self, awaitable: Awaitable[T], what: str, *, bound_s: float | None = None) -> T:
         """The result of `awaitable`; the node is idle meanwhile. Raises WaitTimeout after the bound."""
-        key = id(awaitable)
-        began = time.monotonic()
-        self._waits[key] = (what, began)
+        bound_s = bound_s or self._bound_s
+        wait = object()
+        self._open(wait, what)
+        scope = asyncio.timeout(bound_s)
         try:
-            async with asyncio.timeout(self._bound_s):
+            async with scope:
                 return await awaitable
         except TimeoutError:
-            raise WaitTimeout(f"{self.node} waited {self._bound_s:.0f} s for {what}") from None
+            if not scope.expired():  # the awaited thing's own
+                raise
+            raise WaitTimeout(f"{self.node} waited {bound_s:g} s for {what}") from None
         finally:
-            since = self._waits.pop(key)[1]
-            if self._started is not None and not self._waits:
-                self._idle_s += time.monotonic() - max(since, self._started)
+            self._close(wait)
+
+    def _open(self, wait: object, what: str) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if not self._waits:
+                self._idle_since = now
+            self._waits[wait] = (what, now)
+
+    def _close(self, wait: object) -> None:
+        with self._lock:
+            del self._waits[wait]
+            if not self._waits:
+                self._idle_s += self._idle_until(time.monotonic())
+
+    def _idle_until(self, now: float) -> float:
+        """Seconds from the moment the node became idle, or began to count, to `now`."""
+        if self._started is None:
+            return 0.0
+        return max(min(now, self._stopped or now) - max(self._idle_since, self._started), 0.0)
 
     def status(self) -> NodeStatus:
-        now = self._stopped or time.monotonic()
-        what, since = next(iter(list(self._waits.values())), ("", now))
-        open_s = now - max(since, self._started or now) if what else 0.0
-        idle_s = self._idle_s + max(open_s, 0.0)
-        return NodeStatus(
-            node=self.node, waits_for=what, waits_s=max(now - since, 0.0),
-            busy_s=max(now - self._started - idle_s, 0.0) if self._started is not None else 0.0, idle_s=idle_s,
-            taken=self.taken, given=self.given, tokens=self.tokens, ended=self._stopped is not None,
-            counts=dict(self.counts),
-        )  # fmt: skip
+        """The node now; from any thread."""
+        with self._lock:
+            now = self._stopped or time.monotonic()
+            what, since = next(iter(self._waits.values()), ("", now))
+            idle_s = self._idle_s + (self._idle_until(now) if self._waits else 0.0)
+            busy_s = max(now - self._started - idle_s, 0.0) if self._started is not None else 0.0
+            return NodeStatus(
+                node=self.node,
+                waits_for=what,
+                waits_s=max(now - since, 0.0),
+                busy_s=busy_s,
+                idle_s=idle_s,
+                taken=self.taken,
+                given=self.given,
+                tokens=self.tokens,
+                ended=self._stopped is not None,
+                counts=dict(self._counts),
+            )

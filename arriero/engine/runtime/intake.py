@@ -1,0 +1,70 @@
+"""What of the records that arrive a component may take, and what becomes of those it may not or can't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from arriero.engine.broker import Broker, Lease
+from arriero.engine.rates import Window
+from arriero.engine.runtime.guard import dropped, held_out, stale_groups
+from arriero.engine.runtime.journal import record
+from arriero.engine.runtime.outputs import Outbox
+from arriero.schemas.ledger import DroppedEvent
+from arriero.schemas.messages import Batch, Record
+
+
+class Intake:
+    """The guard in its place, and the end of records that fail.
+
+    `window` is the loop that bounds what the node may take (None: it may take everything), `version` the one
+    that its next output will replace.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        broker: Broker,
+        outbox: Outbox,
+        *,
+        window: Window | None,
+        version: Callable[[], int],
+        max_deliveries: int,
+    ) -> None:
+        self._node, self._broker, self._outbox = node, broker, outbox
+        self._window, self._version, self._max_deliveries = window, version, max_deliveries
+
+    def accept(self, lease: Lease, arrived: Record) -> Record | None:
+        """What of a record the component may take: nothing held out, nothing too stale; answers the rest."""
+        if self._window is None:
+            return arrived
+        if (evaluated := held_out(arrived)) is not None:
+            self._outbox.settle((evaluated,), (lease,))
+            return None
+        stale = stale_groups(arrived, self._version(), self._window.staleness)
+        if not stale:
+            return arrived
+        events = tuple(dropped(self._node, s) for s in stale)
+        if isinstance(arrived, Batch):
+            left = arrived.without(frozenset(s.group for s in stale))
+            if left.samples:
+                self._outbox.settle(events, ())
+                return left
+        self._outbox.settle(events, (lease,))
+        return None
+
+    def again(self, lease: Lease) -> None:
+        """A second delivery of what the node has answered already."""
+        self._outbox.acknowledge_again(lease)
+
+    async def poisoned(self, lease: Lease, error: str) -> None:
+        """A record that can't be decoded."""
+        await self.failed(lease, (), error)
+
+    async def failed(self, lease: Lease, origins: tuple[int, ...], error: str) -> None:
+        """Give a record back. The last time the broker buries it, and the ledger says so first."""
+        if lease.deliveries >= self._max_deliveries:
+            event = DroppedEvent(
+                node=self._node, parent=lease.id, origins=origins, reason="dead_letter", detail=error
+            )
+            await record(self._broker, event)
+        await lease.nack(error)
