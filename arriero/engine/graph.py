@@ -33,7 +33,7 @@ from arriero.engine.component import (
 from arriero.engine.errors import GraphError, one_line
 from arriero.engine.portable import build, fields_to_json, import_path, resolve
 from arriero.engine.ports import default_name, inputs_of, ports, record_type
-from arriero.engine.stream import Loop, Stream
+from arriero.engine.stream import Loop, Stream, Versioned
 from arriero.schemas.graph import Capacity, GraphSpec, InputSpec, LoopSpec, NodeSpec, Resources
 from arriero.schemas.messages import Record
 
@@ -44,6 +44,7 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+V = TypeVar("V", bound=Versioned)
 
 _ONE_CPU = Resources()
 
@@ -77,7 +78,7 @@ class Graph:
         self.loops: dict[str, Loop[Any]] = {}
         self.unconnected: list[str] = []  # added, but not called on streams
 
-    def loop(self, record: type[T], *, staleness: int, name: str = "") -> Loop[T]:
+    def loop(self, record: type[V], *, staleness: int, name: str = "") -> Loop[V]:
         """A feedback edge that carries versions. Raises GraphError for a negative bound or a used name."""
         name = _valid_name(name or record.__name__.lower(), "loop")
         if staleness < 0:

@@ -20,6 +20,13 @@ class Source(Protocol[T_co]):
     async def at(self, version: int) -> T_co: ...
 
 
+class Versioned(Protocol):
+    """What a loop carries: `version` optimizer steps were taken to make it."""
+
+    @property
+    def version(self) -> int: ...
+
+
 class Stream(Generic[T_co]):
     """Records of one type, in order of arrival; for a loop: versions, of which only the newest counts.
 
