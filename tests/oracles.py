@@ -23,6 +23,10 @@ class Oracle(BaseModel):
     def matrix(self, name: str) -> list[list[float]]:
         return TypeAdapter(list[list[float]]).validate_python(self._value(name))
 
+    def output(self, name: str) -> list[list[float]]:
+        """A matrix that came out, where one of the same name went in."""
+        return TypeAdapter(list[list[float]]).validate_python(self.outputs[name])
+
     def number(self, name: str) -> float:
         return TypeAdapter(float).validate_python(self._value(name))
 

@@ -46,7 +46,9 @@ class PackedTokens:
     """The trained tokens of a micro-batch, sequence by sequence.
 
     targets_T int64; advantages_T, weights_T, temperatures_T float32; behaviour_T float32 nats, None if any
-    sample has none; sequence_T int64: the index in the batch of the sample it belongs to.
+    sample has none; sequence_T int64: the index in the batch of the sample it belongs to. Samples are never
+    cut. reference_T as behaviour_T; proximal_T and entropy_T (this one with gradient) are given by the
+    trainer to a loss that needs them.
     """
 
     targets_T: Tensor
@@ -55,6 +57,9 @@ class PackedTokens:
     temperatures_T: Tensor
     behaviour_T: Tensor | None
     sequence_T: Tensor
+    reference_T: Tensor | None = None
+    proximal_T: Tensor | None = None
+    entropy_T: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,72 @@
+"""Learning from a teacher's distribution, and from its log-probabilities of sampled tokens.
+
+Shape suffix: T = trained tokens, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from arriero.components.losses.loss import Need, full_precision, log_ratio, ratio, reference
+from arriero.components.losses.penalty import kl_penalty
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from arriero.components.packing import PackedTokens
+
+
+def forward_kl(student_logits_TV: Tensor, teacher_logits_TV: Tensor) -> Tensor:
+    """KL(teacher, student) [T] in nats: the student covers all that the teacher does. arXiv:1503.02531."""
+    teacher_TV = teacher_logits_TV.log_softmax(-1)
+    return _kl(teacher_TV, student_logits_TV.log_softmax(-1))
+
+
+def reverse_kl(student_logits_TV: Tensor, teacher_logits_TV: Tensor) -> Tensor:
+    """KL(student, teacher) [T] in nats: the student keeps to what the teacher does. arXiv:2306.08543."""
+    return _kl(student_logits_TV.log_softmax(-1), teacher_logits_TV.log_softmax(-1))
+
+
+def jensen_shannon(student_logits_TV: Tensor, teacher_logits_TV: Tensor, *, beta: float = 0.5) -> Tensor:
+    """`beta KL(teacher, m) + (1 - beta) KL(student, m)` [T] with m = beta teacher + (1 - beta) student.
+
+    At most log 2 for beta = 1/2. ValueError unless 0 < beta < 1. Source: arXiv:2306.13649, equation 1.
+    """
+    if not 0 < beta < 1:
+        raise ValueError(f"beta={beta} must lie between 0 and 1; the ends are forward_kl and reverse_kl")
+    student_TV, teacher_TV = student_logits_TV.log_softmax(-1), teacher_logits_TV.log_softmax(-1)
+    weight = student_TV.new_tensor([beta, 1 - beta]).log()
+    mixture_TV = (teacher_TV + weight[0]).logaddexp(student_TV + weight[1])
+    return beta * _kl(teacher_TV, mixture_TV) + (1 - beta) * _kl(student_TV, mixture_TV)
+
+
+def _kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    # A token of probability 0 adds nothing, where 0 * -inf would be NaN.
+    return (p_TV.exp() * (p_TV - q_TV)).where(p_TV.exp() > 0, 0.0).sum(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyDistillation:
+    """KL(student, teacher) on the student's own tokens: the gradient of `-w * log(teacher/pi) * log pi`.
+
+    The reference log-probabilities of the samples are the teacher's; rewards and advantages aren't read. w is
+    the ratio of student to behaviour, at most `rho`. The value of a token is w * log(pi/teacher).
+    Source: arXiv:2306.13649, and K. Lu, "On-policy distillation" (2025).
+    """
+
+    rho: PositiveFloat = 2.0
+    needs_behaviour: ClassVar[bool] = True
+    ratio_control: ClassVar[bool] = True
+    needs: ClassVar[frozenset[Need]] = frozenset({"reference"})
+    policy_gradient: ClassVar[bool] = False
+
+    def __call__(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+        full_precision(logprobs_T)
+        weight_T = ratio(log_ratio(logprobs_T, tokens).detach()).clamp(max=self.rho)
+        return kl_penalty(logprobs_T, reference(tokens), "k1", weight_T=weight_T)
+
+    def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+        return ratio(log_ratio(logprobs_T, tokens)) > self.rho

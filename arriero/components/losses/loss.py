@@ -1,0 +1,139 @@
+"""What a loss is, and what all of them share. No torch at import: graph building reads this.
+
+Shape suffix: T = trained tokens of a micro-batch, S = its sequences. Log-probabilities are in nats.
+
+The loss of a step is `sum_t w_t * l_t` over every trained token of the whole batch. A `Loss` gives `l_t` and
+`sequence_weights` gives `w_t`, before the batch is cut into micro-batches or over ranks; so neither the cut,
+nor the ranks, nor padding can change the result. A sequence is never cut, so a loss may look at all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from arriero.components.packing import PackedTokens
+
+Need: TypeAlias = Literal["proximal", "reference", "entropy"]
+
+# exp(20) is far beyond every clip; without the limit an infinite ratio times a zero gradient is NaN.
+MAX_LOG_RATIO = 20.0
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A per-token loss. The two facts are read by the graph check before anything starts.
+
+    needs_behaviour: reads `tokens.behaviour_T`, so every sample must have log-probabilities.
+    ratio_control: limits the ratio of policy to behaviour, so data of older versions is safe to train on.
+    A loss may state more facts as attributes: the fields of `Facts`.
+    """
+
+    needs_behaviour: ClassVar[bool]
+    ratio_control: ClassVar[bool]
+
+    def __call__(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+        """Loss [T] of each trained token, differentiable in `logprobs_T` [T]; TypeError in half precision."""
+        ...
+
+    def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+        """Bool [T]: the tokens whose ratio the loss limited."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What else a loss may say of itself, by an attribute of the same name.
+
+    needs: what `PackedTokens` must hold beyond advantages and behaviour. proximal: log-probabilities at the
+    weights before the first update on the batch; reference: those of a fixed model; entropy: of the policy
+    at each token, with gradient. together: how many samples in a row make one term (2 for pairs); they are
+    never parted. policy_gradient: on fresh data its gradient is that of `-A log pi`.
+    """
+
+    needs: frozenset[Need] = frozenset()
+    together: int = 1
+    policy_gradient: bool = True
+
+
+def facts(loss: Loss) -> Facts:
+    """What `loss` says of itself, defaults where it says nothing."""
+    default = Facts()
+    return Facts(
+        needs=getattr(loss, "needs", default.needs),
+        together=getattr(loss, "together", default.together),
+        policy_gradient=getattr(loss, "policy_gradient", default.policy_gradient),
+    )
+
+
+class Unclipped:
+    """For losses that limit no ratio."""
+
+    def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+        return logprobs_T != logprobs_T
+
+
+class PerSequence:
+    """Sums and means over the tokens of each sequence (or of each group of tokens with one `key_T`)."""
+
+    def __init__(self, key_T: Tensor) -> None:
+        untyped: Any = key_T  # torch has no types for `unique`
+        found: tuple[Tensor, Tensor, Tensor] = untyped.unique(return_inverse=True, return_counts=True)
+        _, self.index_T, self.counts_S = found
+
+    def sum(self, x_T: Tensor) -> Tensor:
+        """[S], differentiable."""
+        return x_T.new_zeros(len(self.counts_S)).index_add(0, self.index_T, x_T)
+
+    def mean(self, x_T: Tensor) -> Tensor:
+        """[S], differentiable."""
+        return self.sum(x_T) / self.counts_S
+
+    def spread(self, x_S: Tensor) -> Tensor:
+        """[T]: each token gets the value of its sequence."""
+        return x_S.index_select(0, self.index_T)
+
+
+def log_ratio(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+    """log(pi/mu) [T]."""
+    full_precision(logprobs_T)
+    return logprobs_T - behaviour(tokens)
+
+
+def ratio(log_ratio_T: Tensor) -> Tensor:
+    """exp, with a finite result and gradient for any finite `log_ratio_T` [T]."""
+    return log_ratio_T.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def behaviour(tokens: PackedTokens) -> Tensor:
+    """log mu [T]; ValueError if a sample has none."""
+    if tokens.behaviour_T is None:
+        raise ValueError("this loss needs the log-probabilities of the behaviour policy; a sample has none")
+    return tokens.behaviour_T
+
+
+def proximal(tokens: PackedTokens) -> Tensor:
+    """Log-probabilities [T] before the first update; ValueError if the trainer gave none."""
+    if tokens.proximal_T is None:
+        raise ValueError("this loss needs proximal log-probabilities: state needs = frozenset({'proximal'})")
+    return tokens.proximal_T
+
+
+def reference(tokens: PackedTokens) -> Tensor:
+    """Log-probabilities [T] of the reference model; ValueError if a sample has none."""
+    if tokens.reference_T is None:
+        raise ValueError(
+            "this loss needs reference log-probabilities: put ReferenceLogprobs before the trainer"
+        )
+    return tokens.reference_T
+
+
+def full_precision(logprobs_T: Tensor) -> None:
+    """TypeError in half precision."""
+    if logprobs_T.dtype.itemsize < 4:
+        raise TypeError(
+            f"log-probabilities are {logprobs_T.dtype}: ratios need float32; convert the logits first"
+        )
