@@ -6,10 +6,13 @@ prompts -> generator (x2) -> reward -> collect -> trainer -> (back to the genera
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Sequence
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -52,9 +55,10 @@ class ToyPrompts:
 
 @dataclass(frozen=True, kw_only=True)
 class ToyGenerator:
-    """`size` rollouts of four tokens per prompt in `seconds`; commits `fault` at its prompt `fault_at`."""
+    """`size` rollouts per prompt in `seconds`; commits `fault` at its prompt number `fault_at`."""
 
     size: PositiveInt = 2
+    text_bytes: PositiveInt = 3
     seconds: NonNegativeFloat = 0.0
     fault: Fault = ""
     fault_at: NonNegativeInt = 3
@@ -71,7 +75,8 @@ class ToyGenerator:
             taken += 1
             await asyncio.sleep(self.seconds)
             yield RolloutGroup(
-                prompt=prompt, rollouts=tuple(rollout(newest.version) for _ in range(self.size))
+                prompt=prompt,
+                rollouts=tuple(rollout(newest.version, self.text_bytes) for _ in range(self.size)),
             )
 
 
@@ -156,15 +161,15 @@ def toy_graph(
     return g
 
 
-def rollout(version: int, tokens: Sequence[int] = (7, 8, 9, 2)) -> Rollout:
-    """One prompt token, then sampled ones with log-probability -0.5."""
+def rollout(version: int, text_bytes: int = 3, tokens: Sequence[int] = (7, 8, 9, 2)) -> Rollout:
+    """One prompt token, then sampled ones with log-probability -0.5; a text of any length."""
     mask = np.array([False, *[True] * (len(tokens) - 1)])
     return Rollout(
         tokens=np.array(tokens, np.int32),
         mask=mask,
         logprobs=np.where(mask, np.float32(-0.5), np.float32(np.nan)),
         versions=np.where(mask, version, -1).astype(np.int32),
-        text="toy",
+        text="x" * text_bytes,
         finish="stop",
     )
 
@@ -200,3 +205,27 @@ def _commit(fault: Fault) -> None:
             os._exit(0)
         case "":
             pass
+
+
+def main(how: str, path: Path, setting: dict[str, dict[str, Any]]) -> int:
+    """Run a toy graph in `path`; the exit code of the launcher."""
+    from arriero.launchers.launch import inline, launch
+    from arriero.launchers.options import LaunchOptions
+    from arriero.launchers.rundir import create, write_json
+    from arriero.schemas.run import RunOptions
+
+    kinds = {"prompts": ToyPrompts, "generator": ToyGenerator, "reward": ToyReward, "trainer": ToyTrainer}
+    components: dict[str, Any] = {k: kind(**setting[k]) for k, kind in kinds.items() if k in setting}
+    spec = toy_graph(**components, **setting.get("graph", {})).check()
+    options = RunOptions(run_id=path.name, heartbeat_s=0.3, **setting.get("options", {}))
+    run = create(path)
+    write_json(run.graph, spec)
+    write_json(run.options, options)
+    start = {"launch": launch, "inline": inline}[how]
+    return start(spec, options, run, LaunchOptions(**setting.get("launch", {})))
+
+
+if __name__ == "__main__":
+    from tests import toys  # the classes must be importable by the name of this module
+
+    sys.exit(toys.main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import traceback
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from arriero.engine.errors import UserError
 from arriero.schemas.ledger import DroppedEvent, Ended
 
 _TRACEBACK_LINES = 14
+# How torchrun says which rank ended first, and its exit code.
+_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,8 @@ def exited(name: str, code: int, log: Path) -> Failure:
     text = log.read_text(errors="replace").rstrip() if log.exists() else ""
     if code == 2 and text:
         return Failure(message=text.splitlines()[-1], code=2, weight=2)
+    if (rank := _ROOT_CAUSE.search(text)) and int(rank[2]) < 0:
+        return killed(f"{name} rank {rank[1]}", -int(rank[2]), log)
     if code == 0:
         return Failure(message=f"{name} left before its nodes had ended; its log is {log}", weight=2)
     return Failure(

@@ -15,9 +15,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from arriero.engine.broker import Broker, BrokerError, EdgeDecl
 from arriero.engine.claim_stores import FolderStore
@@ -107,23 +109,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Told:
+    """Whether SIGTERM or SIGINT came. They never end this process by themselves: a launcher that dies sends
+    one SIGTERM for each of its threads, and the later ones arrive while we clean up.
+    """
+
+    def __init__(self) -> None:
+        self._come = False
+        self._wake: Callable[[], object] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._come = True
+        if self._wake is not None:
+            self._wake()
+
+    async def or_dead(self, server: NatsServer) -> None:
+        """Until a signal comes, or the server ends."""
+        loop, enough = asyncio.get_running_loop(), asyncio.Event()
+        handle = os.pidfd_open(server.process.pid)
+        loop.add_reader(handle, enough.set)
+        self._wake = partial(loop.call_soon_threadsafe, enough.set)
+        try:
+            if not self._come:
+                await enough.wait()
+        finally:
+            self._wake = None
+            loop.remove_reader(handle)
+            os.close(handle)
+
+
 def _serve(run_dir: Path, port: int) -> int:
+    told = _Told()
     run = RunDir(run_dir)
     spec, options = run.read_graph(), run.read_options()
     server = start_server(run_dir / _FOLDER, port=port, token=os.environ.get(TOKEN, ""))
     try:
-        return asyncio.run(_declare_and_wait(run_dir, spec, options, server))
+        return asyncio.run(_declare_and_wait(run_dir, spec, options, server, told))
     finally:
         server.stop(timeout_s=2.0)
         clean(run_dir, options.run_id)
 
 
-async def _declare_and_wait(run_dir: Path, spec: GraphSpec, options: RunOptions, server: NatsServer) -> int:
+async def _declare_and_wait(
+    run_dir: Path, spec: GraphSpec, options: RunOptions, server: NatsServer, told: _Told
+) -> int:
     broker = await NatsBroker.connect(server.url, server.token, run=options.run_id)
     try:
         await declare(broker, spec, options)
         _publish(run_dir / HUB_FILE, HubAddress(url=server.url))
-        await _told_or_dead(server)
+        await told.or_dead(server)
         if server.process.poll() is not None:
             raise BrokerError(
                 f"nats-server ended by itself with code {server.process.returncode}; see {server.log}"
@@ -132,20 +168,6 @@ async def _declare_and_wait(run_dir: Path, spec: GraphSpec, options: RunOptions,
     finally:
         with suppress(BrokerError):
             await asyncio.wait_for(broker.close(), 2.0)
-
-
-async def _told_or_dead(server: NatsServer) -> None:
-    """Until somebody tells us to stop, or the server ends."""
-    loop, enough = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, enough.set)
-    handle = os.pidfd_open(server.process.pid)
-    loop.add_reader(handle, enough.set)
-    try:
-        await enough.wait()
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)
 
 
 def _publish(path: Path, address: HubAddress) -> None:

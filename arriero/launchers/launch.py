@@ -158,9 +158,8 @@ class _Conductor:
         working = asyncio.create_task(work)
         failing = asyncio.create_task(self.supervisor.failure())
         stopping = asyncio.create_task(interrupted.wait())
-        watched = {working, failing, stopping, *((self._following,) if self._following else ())}
         try:
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 return Outcome(state="stopped")
             # Whoever raised has also said so on the control log, with more about it.

@@ -15,7 +15,7 @@ from typing import Protocol, TextIO, cast
 
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.runtime.ledger import Ledger, LedgerError
-from arriero.launchers.failures import Failure, dead_letters
+from arriero.launchers.failures import Failure, dead_letters, raised
 from arriero.launchers.progress import Display, View
 from arriero.launchers.rundir import RunDir, write_json
 from arriero.launchers.summary import Account, State
@@ -50,10 +50,15 @@ class Reporter:
         self._board = open_tensorboard(run)
 
     async def follow(self, broker: Broker) -> None:
-        """Take every event; without end."""
-        async for payload in broker.follow(LEDGER_LOG):
-            self._last = payload
-            self._take(EVENT.validate_json(payload))
+        """Take every event; ends only when that fails."""
+        try:
+            async for payload in broker.follow(LEDGER_LOG):
+                self._last = payload
+                self._take(EVENT.validate_json(payload))
+        except BrokerError:
+            pass  # whoever supervises hears of it too
+        except Exception as error:  # noqa: BLE001  # a run without its record must not go on
+            self._fail(raised(error))
 
     async def drain(self, broker: Broker, following: asyncio.Task[None]) -> None:
         """When nobody writes any more: take what the ledger holds, for at most 1 s; ends `following`."""

@@ -31,6 +31,7 @@ from arriero.schemas.run import RunOptions
 SETTLE_S = 0.4
 _START_S = 120.0  # importing torch on a busy machine; then the first heartbeat
 _LEAVE_S = 3.0  # for a process whose nodes have all ended
+_RANKS_S = 3.0  # for torchrun to notice and end all ranks
 _POLL_S = 0.5
 
 
@@ -129,11 +130,19 @@ class Supervisor:
             if not isinstance(message, Ended):
                 continue
             if message.error:
-                name = f"{self._spec.node(message.node).role}-{message.replica}"
-                self.fail(node_failed(name, message, self._log(name), self._waits()))
+                self._tasks.append(asyncio.create_task(self._node_failed(message)))
             else:
                 self._ended.add((message.node, message.replica))
                 self._changed.set()
+
+    async def _node_failed(self, ended: Ended) -> None:
+        node = self._spec.node(ended.node)
+        name, waits = f"{node.role}-{ended.replica}", self._waits()
+        if node.ranks > 1:  # it may fail because another rank was killed, which torchrun will say
+            gone = asyncio.create_task(self._until(lambda: name in self._gone))
+            await asyncio.wait({gone}, timeout=_RANKS_S)
+            gone.cancel()
+        self.fail(node_failed(name, ended, self._log(name), waits))
 
     async def _watch_vitals(self, broker: Broker, on_poll: Callable[[], None]) -> None:
         late: set[str] = set()
