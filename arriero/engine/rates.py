@@ -60,7 +60,7 @@ class Window:
 
 def windows(spec: GraphSpec) -> tuple[Window, ...]:
     """One admission window per loop. Raises GraphError if a version doesn't take whole source records."""
-    return _windows(spec)
+    return _windows_once(_Same(spec))
 
 
 def capacities(spec: GraphSpec) -> dict[str, Capacity]:
@@ -69,7 +69,7 @@ def capacities(spec: GraphSpec) -> dict[str, Capacity]:
     That is twice a firing at either end, one whole iteration (so that reconvergent paths can't starve each
     other) and all that the loops admit.
     """
-    counts, admitted = _repetitions(spec), _windows(spec)
+    counts, admitted = _repetitions(spec), windows(spec)
     return {n.name: n.capacity or _default_capacity(spec, n, counts, admitted) for n in spec.nodes}
 
 
@@ -85,7 +85,9 @@ def run_symbolically(spec: GraphSpec, capacity: Mapping[str, Capacity]) -> None:
         pass
     if waiting := [(n.name, state.blocked(n)) for n in spec.nodes if state.missing[n.name]]:
         lines = "; ".join(f"{name} waits for {' and '.join(what)}" for name, what in waiting)
-        raise GraphError(f"deadlock: {lines}; raise a capacity or lower what a firing takes")
+        full = any(name for name, _ in waiting if state.full(name))
+        remedy = "raise a capacity" if full else "raise the staleness"
+        raise GraphError(f"deadlock: {lines}; {remedy} or lower what a firing takes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +107,31 @@ class _Edges:
         return down + [(i.source, 1 / self.factor(i)) for i in self.nodes[name].inputs if not i.loop]
 
 
-# The runtime asks for the same graph again and again; a hit costs some microseconds.
-@lru_cache(maxsize=32)
+class _Same:
+    """A cache key: the very same graph. To compare two graphs by value takes longer than to work all out."""
+
+    def __init__(self, spec: GraphSpec) -> None:
+        self.spec = spec
+
+    def __hash__(self) -> int:
+        return id(self.spec)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.spec is self.spec
+
+
 def _edges(spec: GraphSpec) -> _Edges:
+    return _edges_once(_Same(spec))
+
+
+def _repetitions(spec: GraphSpec) -> Mapping[str, int]:
+    return _repetitions_once(_Same(spec))
+
+
+# The runtime asks for the same graph again and again.
+@lru_cache(maxsize=32)
+def _edges_once(key: _Same) -> _Edges:
+    spec = key.spec
     readers: dict[str, list[tuple[NodeSpec, InputSpec]]] = {n.name: [] for n in spec.nodes}
     for n in spec.nodes:
         for i in n.inputs:
@@ -119,7 +143,8 @@ def _edges(spec: GraphSpec) -> _Edges:
 
 
 @lru_cache(maxsize=32)
-def _repetitions(spec: GraphSpec) -> Mapping[str, int]:
+def _repetitions_once(key: _Same) -> Mapping[str, int]:
+    spec = key.spec
     edges, first = _edges(spec), spec.nodes[0].name
     rate, found = {first: Fraction(1)}, [first]
     for name in found:  # grows while it is read: nearest nodes first
@@ -143,8 +168,8 @@ def _repetitions(spec: GraphSpec) -> Mapping[str, int]:
 
 
 @lru_cache(maxsize=32)
-def _windows(spec: GraphSpec) -> tuple[Window, ...]:
-    found = [_window(spec, loop) for loop in spec.loops]
+def _windows_once(key: _Same) -> tuple[Window, ...]:
+    found = [_window(key.spec, loop) for loop in key.spec.loops]
     return tuple(w for w in found if w is not None)
 
 
@@ -192,11 +217,11 @@ class _Symbolic:
     """Tokens on every port; a place on an edge is given back when all its ports have taken the token."""
 
     def __init__(self, spec: GraphSpec, capacity: Mapping[str, Capacity]) -> None:
-        self.spec, self.capacity, self.windows = spec, capacity, _windows(spec)
+        self.spec, self.capacity, self.windows = spec, capacity, windows(spec)
         self.missing = dict(_repetitions(spec))
         self.fired = dict.fromkeys(self.missing, 0)
         self.tokens = {(n.name, i.port): 0 for n in spec.nodes for i in n.inputs if not i.loop}
-        readers = _edges(spec).readers
+        self.nodes, readers = _edges(spec).nodes, _edges(spec).readers
         self.out = {name: [(c.name, i.port) for c, i in found] for name, found in readers.items()}
 
     def advance(self) -> bool:
@@ -212,6 +237,14 @@ class _Symbolic:
         """What the next firing of `node` waits for; empty if it can fire."""
         return [what for can, what in self._limits(node) if can == 0]
 
+    def full(self, name: str) -> bool:
+        """Whether the output of node `name` has no room for a firing."""
+        return self.held(name) + self.nodes[name].produces > self.capacity[name].messages
+
+    def held(self, name: str) -> int:
+        """Records on the output of node `name` that not all of its readers have taken."""
+        return max((self.tokens[p] for p in self.out[name]), default=0)
+
     def _limits(self, node: NodeSpec) -> list[tuple[int, str]]:
         """How often `node` could fire in a row as far as each input, its output and each loop go."""
         limits: list[tuple[int, str]] = []
@@ -220,7 +253,7 @@ class _Symbolic:
                 there = self.tokens[node.name, i.port]
                 limits.append((there // i.consumes, f"{i.source} ({there} of {i.consumes} records)"))
         if self.out[node.name]:
-            held, room = max(self.tokens[p] for p in self.out[node.name]), self.capacity[node.name].messages
+            held, room = self.held(node.name), self.capacity[node.name].messages
             limits.append(((room - held) // node.produces, f"room on its output ({held} of {room} taken)"))
         for w in self.windows:
             if node.name in w.sources:

@@ -78,10 +78,6 @@ class GraphSpec(Message):
         """JSON that is the same for equal graphs, in every process."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
-    def __hash__(self) -> int:
-        # Equal graphs have equal names; configurations are dictionaries and have no hash.
-        return hash((self.name, *(n.name for n in self.nodes)))
-
     def node(self, name: str) -> NodeSpec:
         """The node called `name`; StopIteration if there is none."""
         return next(n for n in self.nodes if n.name == name)
