@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from arriero.engine.broker import Broker, Consumer, EdgeDecl, EdgeEnded, Lease
+from arriero.engine.claim_stores import ClaimStore
+from arriero.engine.claims import ClaimChecked
 from arriero.engine.memory import MemoryBroker
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer
@@ -22,6 +24,7 @@ class Engine:
     server: NatsServer | None = None
     leftovers: bool = False  # a test that leaves messages behind on purpose says so
     edges: list[str] = field(default_factory=list[str])
+    store: ClaimStore | None = None  # if given, every payload goes there
     connections: list[Broker] = field(default_factory=list[Broker])
     _memory: MemoryBroker = field(default_factory=MemoryBroker)
 
@@ -29,6 +32,8 @@ class Engine:
         broker: Broker = self._memory.connect()
         if self.server is not None:
             broker = await NatsBroker.connect(self.server.url, self.server.token, run=self.run, timeout_s=10)
+        if self.store is not None:
+            broker = ClaimChecked(broker, self.store, above_bytes=0)
         self.connections.append(broker)
         return broker
 
@@ -41,8 +46,11 @@ class Engine:
 
     async def assert_empty(self) -> None:
         broker = await self.connect()
-        for edge in self.edges:
-            await assert_depth(broker, edge, 0)
+        for name in self.edges:
+            await assert_depth(broker, name, 0)
+            if isinstance(broker, ClaimChecked):
+                await broker.bury_dead(name)
+                assert broker.store.held(name) == 0
 
     async def close(self) -> None:
         for broker in self.connections:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from arriero.engine.claim_stores import FolderStore
 from arriero.engine.nats_server import NatsServer, start_server
 from tests.brokers import Engine
 
@@ -33,13 +34,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("server")
 
 
-@pytest_asyncio.fixture(params=["memory", "nats"])
+@pytest_asyncio.fixture(params=["memory", "nats", "claims"])
 async def engine(
-    request: pytest.FixtureRequest, nats_server: NatsServer, run_name: str
+    request: pytest.FixtureRequest, nats_server: NatsServer, run_name: str, tmp_path: Path
 ) -> AsyncIterator[Engine]:
-    """Both brokers in turn. Fails the test if it leaves messages on its edges."""
+    """Both brokers in turn, and one with every payload in a store.
+
+    Fails the test if it leaves messages on its edges or payloads in the store.
+    """
     kind = str(request.param)
     engine = Engine(kind, run_name, nats_server if kind == "nats" else None)
+    if kind == "claims":
+        engine.store = FolderStore(tmp_path / "claims")
     yield engine
     try:
         if not engine.leftovers:

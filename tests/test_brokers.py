@@ -543,6 +543,7 @@ async def test_a_cancelled_put_gives_up_its_place_in_the_line(engine: Engine) ->
     puts = [asyncio.ensure_future(producer.put(key, b"x")) for key in ("b", "c")]
     await asyncio.sleep(0.05)
     await cancelled(cast("asyncio.Future[object]", puts[0]))
+    engine.leftovers = engine.kind == "claims"  # its payload stays in the store until the run ends
     await (await take(consumer)).ack()
     lease = await take(consumer)
     assert lease.id == "c"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -80,7 +81,8 @@ class FolderStore:
                 os.link(first, other)
         except OSError:
             for path in (first, *others):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
             raise
 
     def _write(self, path: Path, payload: bytes) -> None:
@@ -145,11 +147,12 @@ class UrlStore:
     bounded = False
 
     def __init__(self, url: str) -> None:
-        import fsspec
+        import fsspec.core
 
         self._url = url.rstrip("/")
-        system, self._root = fsspec.core.url_to_fs(self._url)
-        self._system = cast(_FileSystem, system)
+        url_to_fs = fsspec.core.url_to_fs  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        find = cast(Callable[[str], tuple[_FileSystem, str]], url_to_fs)
+        self._system, self._root = find(self._url)
 
     def _object(self, edge: str, name: str) -> str:
         if not name.isalnum():
@@ -171,6 +174,8 @@ class UrlStore:
         path = self._object(edge, name)
         marks = [f"{path}.done.{token(g)}" for g in groups]
         if len(groups) > 1:
+            if not self._system.exists(path):
+                return
             self._system.pipe_file(f"{path}.done.{token(group)}", b"")
             if not all(self._system.exists(mark) for mark in marks):
                 return

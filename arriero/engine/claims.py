@@ -47,7 +47,7 @@ _LOOK_FOR_DEAD_S = 1.0
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """What the edge carries instead of a payload; `name` is relative to the store, `hash` XXH3 of 128 bits."""
+    """What the edge carries for a payload; `name` is relative to the store, `hash` XXH3 of 128 bits."""
 
     name: str
     size: int

@@ -19,7 +19,7 @@ from arriero.engine.broker import Beat, BrokerError, DeadLetter, Depth, EdgeDecl
 from arriero.engine.nats_consumer import NatsConsumer
 from arriero.engine.nats_edge import NatsEdge
 from arriero.engine.nats_lease import NatsLease
-from arriero.engine.nats_link import JetStreamError, Link
+from arriero.engine.nats_link import Forgotten, JetStreamError, Link
 from arriero.engine.nats_log import Follower, append, declare_log
 from arriero.engine.nats_names import Names, from_token
 from arriero.engine.nats_producer import NatsProducer
@@ -189,9 +189,13 @@ class NatsBroker:
         if message is None:
             return
         beat = msgspec.msgpack.decode(base64.b64decode(message["data"]), type=Heartbeat)
-        await asyncio.gather(
-            *(self._link.request(reply, b"-NAK", what=f"evict {key}") for reply, _ in beat.leases)
+        give_back = (
+            self._link.request(reply, b"-NAK", what=f"evict {key}", known_since=-1)
+            for reply, _ in beat.leases
         )
+        for outcome in await asyncio.gather(*give_back, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Forgotten):
+                raise outcome
 
     # --- end of life --------------------------------------------------------------------------------------
 

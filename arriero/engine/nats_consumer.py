@@ -50,7 +50,7 @@ class _Inbox:
         """Returns when nothing can arrive here any more and what did was given back."""
         if self.subscription is None:
             return
-        with contextlib.suppress(NatsError):  # the connection broke, and the pulls with it
+        with contextlib.suppress(NatsError, OSError):  # the connection broke, and the pulls with it
             await (self.subscription.drain() if self.link.up else self.subscription.unsubscribe())
 
 
@@ -94,7 +94,9 @@ class NatsConsumer:
                 if lease.deliveries <= decl.max_deliveries:
                     return lease
                 await lease.bury(f"its lease ran out; delivered {decl.max_deliveries} times")
-            elif loop.time() >= deadline:
+                continue
+            await self.edge.refresh_if_old()
+            if loop.time() >= deadline:
                 if self.edge.ended and await self._over():
                     raise EdgeEnded(decl.name)
                 return None

@@ -8,6 +8,8 @@ that no durable waits for is thrown away, so the durables are made before any pr
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from arriero.engine.nats_link import JetStreamError, Link, Subscription
 from arriero.engine.nats_names import Names, token
 
 NS = 1_000_000_000
+_REFRESH_S = 5.0
 DEDUP_S = 3600  # a known id is recognised for this long after its put
 _STREAM_NOT_FOUND = 10059
 _STREAM_DIFFERS = 10058
@@ -34,6 +37,7 @@ class NatsEdge:
         self.names = names
         self.stream = names.edge_stream(name)
         self.listeners: list[Callable[[], None]] = []  # told of an end, or a lease settled after the end
+        self.refreshed = -math.inf  # when the ends were read (monotonic)
         self._decl: EdgeDecl | None = None
         self._ends: set[str] = set()
         self._subscriptions: list[Subscription] = []
@@ -159,7 +163,7 @@ class NatsEdge:
 
     async def _watch(self) -> None:
         decl = await self.decl()
-        subjects = [self.names.end_subject(self.name)]
+        subjects = [self.names.end_subject(self.name), self.names.ended_subject(self.name)]
         subjects += [self.names.settled_subject(self.name, g) for g in decl.groups]
         for subject in subjects:
             self._subscriptions.append(await self.link.subscribe(subject, self._on_news))
@@ -168,6 +172,7 @@ class NatsEdge:
 
     async def refresh(self) -> None:
         """Read from the server who has ended: at the start, and after notices may have been missed."""
+        self.refreshed = time.monotonic()
         subject = self.names.end_subject(self.name)
         info = await self.ask(f"STREAM.INFO.{self.names.ends_stream}", {"subjects_filter": subject})
         found = cast(dict[str, int], info["state"].get("subjects") or {})
@@ -176,10 +181,29 @@ class NatsEdge:
         await self._tell()
 
     async def _on_news(self, msg: Msg) -> None:
-        if msg.subject.startswith(f"{self.names.run}.end."):
+        if not msg.subject.startswith(f"{self.names.run}.settled."):
             self._ends.add(msg.subject.rpartition(".")[2])
             await self._tell()
         self._notify()
+
+    async def refresh_if_old(self) -> None:
+        """A producer that is killed between its end and the notice of it would leave us waiting."""
+        if not self.ended and time.monotonic() - self.refreshed > _REFRESH_S:
+            await self.refresh()
+
+    async def end(self, replica: int) -> None:
+        """Returns when the end of a producer is durable.
+
+        The server tells subscribers before it stores: who subscribes in between and then reads the stream
+        would miss it, so it is told once more afterwards.
+        """
+        await self.decl()
+        what = f"end of replica {replica} on edge {self.name}"
+        try:
+            await self.link.store(self.names.end_subject(self.name, replica), b"", "", what=what)
+        except JetStreamError as error:
+            raise BrokerError(f"{what}: {error}") from None
+        await self.link.publish(self.names.ended_subject(self.name, replica))
 
     async def _tell(self) -> None:
         """Whoever learned of the end earlier may have seen a lease of ours that is settled by now."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Protocol
 
@@ -17,7 +18,9 @@ from nats.aio.msg import Msg
 
 from arriero.engine.broker import DeadLetter
 from arriero.engine.nats_edge import NatsEdge
+from arriero.engine.nats_link import Forgotten
 
+_log = logging.getLogger(__name__)
 _ERROR_CHARS = 1500  # of a dead letter; with its payload it must fit the server's largest message
 
 
@@ -45,6 +48,7 @@ class NatsLease:
         self._until = time.monotonic() + lease_s
         self._holder = holder
         self._edge = holder.edge
+        self._born = holder.edge.link.returns
 
     @property
     def id(self) -> str:
@@ -83,10 +87,8 @@ class NatsLease:
     async def extend(self) -> None:
         if self.valid:
             now = time.monotonic()
-            await self._edge.link.request(
-                self.reply, b"+WPI", what=f"extend {self.id} on edge {self._edge.name}"
-            )
-            self.extended(now)
+            if await self._request(b"+WPI"):
+                self.extended(now)
 
     async def bury(self, error: str) -> None:
         """To the dead letters, then off the edge: a crash in between repeats both."""
@@ -106,11 +108,20 @@ class NatsLease:
         """Send a verb that settles the lease; returns when the server has taken it."""
         self.settling = True
         try:
-            what = f"{verb[1:].decode()} of {self.id} on edge {self._edge.name}"
-            await self._edge.link.request(self.reply, verb, what=what)
+            await self._request(verb)
         finally:
             self.settling = False
         await self._settle()
+
+    async def _request(self, verb: bytes) -> bool:
+        """False if the server was killed before it wrote the delivery down; it will deliver again."""
+        what = f"{verb[1:].decode()} of {self.id} on edge {self._edge.name}"
+        try:
+            await self._edge.link.request(self.reply, verb, what=what, known_since=self._born)
+        except Forgotten:
+            _log.info("%s: the restarted server doesn't know the lease and will deliver again", what)
+            return False
+        return True
 
     async def _settle(self) -> None:
         self.settled = True

@@ -17,17 +17,21 @@ from urllib.parse import urlsplit
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.errors import AuthorizationError
 from nats.errors import Error as NatsError
 
 from arriero.engine.broker import BrokerError
 
 _log = logging.getLogger(__name__)
+_FORGOTTEN_S = 1.0
 _OLDEST_SERVER = (2, 11)  # earlier ones can keep acknowledged messages of a stream for ever
 
 
 class ServerAway(Exception):
     """The connection broke while an answer was awaited; ask again."""
+
+
+class Forgotten(Exception):
+    """The server came back without what the request refers to, so that it doesn't answer."""
 
 
 class JetStreamError(Exception):
@@ -86,7 +90,9 @@ class Link:
         self.server = f"nats server {parts.hostname}:{parts.port or 4222}"
         self.timeout_s = timeout_s
         self.waiting: set[asyncio.Future[Any]] = set()  # woken by ServerAway when the connection breaks
+        self.on_loss: set[Callable[[], None]] = set()
         self.on_return: list[Callable[[], Awaitable[None]]] = []
+        self.returns = 0  # how often the connection was made anew
         self._client = cast(_Client, Client())  # its own annotations leave parameters untyped
         self._connected = asyncio.Event()
         self._away_since = asyncio.get_running_loop().time()
@@ -107,6 +113,7 @@ class Link:
         if connecting not in done:
             connecting.cancel()
             await asyncio.gather(connecting, return_exceptions=True)
+            await link.close()
             if link._refused in done:
                 raise BrokerError(f"{link.server} refused the token; it belongs to another run")
             raise BrokerError(
@@ -156,7 +163,7 @@ class Link:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
-        if isinstance(error, AuthorizationError) and not self._refused.done():
+        if "authorization violation" in self._last_error.lower() and not self._refused.done():
             self._refused.set_result(None)
         _log.debug("%s: %s", self.server, self._last_error)
 
@@ -166,8 +173,11 @@ class Link:
         for future in tuple(self.waiting):
             if not future.done():
                 future.set_exception(ServerAway())
+        for call in tuple(self.on_loss):
+            call()
 
     async def _on_reconnect(self) -> None:
+        self.returns += 1
         self._connected.set()
         for call in self.on_return:
             await call()
@@ -192,8 +202,9 @@ class Link:
 
         Raises BrokerError naming `what` when the server has been away for `timeout_s`.
         """
-        if self._connected.is_set():
+        if self.up:
             return True
+        await asyncio.sleep(0.002)  # the break may have been noticed, but not yet been told to us
         patience = self._away_since + self.timeout_s
         try:
             async with asyncio.timeout_at(min(patience, until)):
@@ -205,19 +216,31 @@ class Link:
         return True
 
     async def request(
-        self, subject: str, payload: bytes = b"", *, what: str, headers: dict[str, str] | None = None
+        self,
+        subject: str,
+        payload: bytes = b"",
+        *,
+        what: str,
+        headers: dict[str, str] | None = None,
+        known_since: int | None = None,
     ) -> bytes:
-        """The answer to `payload`, asked again after a reconnect. Raises BrokerError naming `what`."""
+        """The answer to `payload`, asked again after a reconnect. Raises BrokerError naming `what`.
+
+        `known_since`: the number of `returns` when the server made what the request is about. Raises
+        Forgotten if it has come back since and doesn't answer.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeout_s
         while True:
             await self.connected(what)
+            forgotten = known_since is not None and self.returns > known_since
+            patience = min(deadline, loop.time() + _FORGOTTEN_S) if forgotten else deadline
             token = str(next(self._tokens))
             future: asyncio.Future[Msg] = loop.create_future()
             self._replies[token] = future
             self.waiting.add(future)
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(patience):
                     if not self.up:
                         raise ServerAway
                     await self._client.publish(subject, payload, f"{self._inbox}.{token}", headers)
@@ -226,7 +249,7 @@ class Link:
                         return msg.data
                     await asyncio.sleep(0.02)  # JetStream is still starting
             except TimeoutError:
-                raise self.gone(what) from None
+                raise (Forgotten() if self.up and patience < deadline else self.gone(what)) from None
             except (ServerAway, NatsError):
                 await asyncio.sleep(0.01)
             finally:
@@ -272,7 +295,10 @@ class Link:
 
     async def close(self) -> None:
         self.on_return.clear()
-        await self._client.close()
+        try:
+            await self._client.close()
+        except (OSError, NatsError) as error:
+            _log.debug("%s: while closing: %s", self.server, error)
 
 
 def answer(data: bytes) -> dict[str, Any]:

@@ -65,13 +65,14 @@ class Follower:
         self._stream = names.log_stream(log)
         self._newest_only = newest_only
         self._last = 0  # sequence in the log of the last entry handed out
-        self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Msg | None] = asyncio.Queue()  # None: the connection broke
         self._what = f"follow log {log}"
 
     async def entries(self) -> AsyncGenerator[bytes]:
         inbox = self._link.new_inbox()
         subscription = await self._link.subscribe(inbox, self._arrived.put)
         consumer = ""
+        self._link.on_loss.add(self._on_loss)
         try:
             while True:
                 await self._link.connected(self._what)
@@ -81,16 +82,19 @@ class Follower:
                         yield payload
                 except ServerAway:
                     pass
-                inbox_old, inbox = inbox, self._link.new_inbox()
-                assert inbox_old != inbox
                 await subscription.unsubscribe()
+                inbox = self._link.new_inbox()
                 self._arrived = asyncio.Queue()
                 subscription = await self._link.subscribe(inbox, self._arrived.put)
         finally:
+            self._link.on_loss.discard(self._on_loss)
             if self._link.up:
                 await subscription.unsubscribe()
                 if consumer:
                     await self._link.publish(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
+
+    def _on_loss(self) -> None:
+        self._arrived.put_nowait(None)
 
     async def _make_consumer(self) -> str:
         if self._last:
@@ -123,6 +127,8 @@ class Follower:
                     async with asyncio.timeout(_SILENCE_S):
                         msg = await self._arrived.get()
                 except TimeoutError:
+                    return
+                if msg is None:
                     return
                 status = msg.headers.get("Status") if msg.headers else None
                 if status == "100":

@@ -7,7 +7,8 @@
 | ends       | `<run>-ctl-ends`   | `<run>.end.<edge>.<replica>`     |
 | heartbeats | `<run>-ctl-beats`  | `<run>.beat.<key>`               |
 | dead       | `<run>-ctl-dead`   | `<run>.dead`                     |
-| a hint     | none               | `<run>.settled.<edge>.<group>`   |
+| hints      | none               | `<run>.settled.<edge>.<group>`   |
+|            |                    | `<run>.ended.<edge>.<replica>`   |
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Names:
 
     def end_subject(self, edge: str, replica: int | None = None) -> str:
         return f"{self.run}.end.{token(edge)}.{'*' if replica is None else replica}"
+
+    def ended_subject(self, edge: str, replica: int | None = None) -> str:
+        return f"{self.run}.ended.{token(edge)}.{'*' if replica is None else replica}"
 
     @property
     def all_ends(self) -> str:

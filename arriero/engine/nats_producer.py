@@ -74,11 +74,5 @@ class NatsProducer:
             pause_s = min(pause_s * 1.5, longest_s)
 
     async def end(self) -> None:
-        await self._edge.decl()
         await self._idle.wait()
-        subject = self._edge.names.end_subject(self._edge.name, self._replica)
-        what = f"end of replica {self._replica} on edge {self._edge.name}"
-        try:
-            await self._edge.link.store(subject, b"", "", what=what)
-        except JetStreamError as error:
-            raise BrokerError(f"{what}: {error}") from None
+        await self._edge.end(self._replica)
