@@ -78,19 +78,46 @@ class MicroBatch:
     tokens: PackedTokens
 
 
-def plan(lengths: Sequence[int], *, token_budget: int, ranks: int = 1, layout: Layout = "padded") -> Plan:
-    """[rank][micro-batch] -> sample indices; each sample once, equally many on every rank.
+def plan(
+    lengths: Sequence[int],
+    *,
+    token_budget: int,
+    ranks: int = 1,
+    layout: Layout = "padded",
+    together: int = 1,
+) -> Plan:
+    """[rank][micro-batch] -> sample indices; each sample once, equally many micro-batches on every rank.
 
     Ranks are balanced by tokens, longest first. A micro-batch holds at most `token_budget` tokens (padding
     included) unless it is a single longer sample. An empty one is a dummy: its forward and backward run, so
-    that collectives match, and it contributes exactly 0.
+    that collectives match, and it contributes exactly 0. `together` samples in a row are never parted;
+    ValueError if they don't divide the samples.
     """
     if token_budget < 1 or ranks < 1:
         raise ValueError(f"token_budget {token_budget} and ranks {ranks} must be >= 1")
+    if len(lengths) % together:
+        raise ValueError(f"{len(lengths)} samples don't divide into terms of {together}")
+    if together > 1:
+        return _plan_of_terms(lengths, token_budget, ranks, layout, together)
     group = _rows if layout == "padded" else _first_fit
     per_rank = [group(share, lengths, token_budget) for share in _balanced(lengths, ranks)]
     most = max(len(micros) for micros in per_rank)
     return tuple(tuple(micros) + ((),) * (most - len(micros)) for micros in per_rank)
+
+
+def _plan_of_terms(
+    lengths: Sequence[int], token_budget: int, ranks: int, layout: Layout, together: int
+) -> Plan:
+    """`plan` of terms that count `together` times their longest sample."""
+    longest = [max(lengths[i : i + together]) for i in range(0, len(lengths), together)]
+    terms = plan(longest, token_budget=max(1, token_budget // together), ranks=ranks, layout=layout)
+    return tuple(
+        tuple(
+            tuple(i for term in micro for i in range(term * together, (term + 1) * together))
+            for micro in share
+        )
+        for share in terms
+    )
 
 
 def forward_length(sample: Sample) -> int:
@@ -224,12 +251,16 @@ def _tokens(
     def spread(values: list[float] | list[int], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)).to(device)
 
-    behaviour = [s.logprobs for s in chosen if s.logprobs is not None]
+    def logprobs(arrays: list[npt.NDArray[np.float32] | None]) -> Tensor | None:
+        known = [a for a in arrays if a is not None]
+        return trained([*known], np.float32) if len(known) == len(arrays) else None
+
     return PackedTokens(
         targets_T=trained([s.tokens for s in chosen], np.int64),
         advantages_T=trained([s.advantages for s in chosen], np.float32),
         weights_T=spread([float(weights[i]) for i in indices], np.float32),
         temperatures_T=spread([s.temperature for s in chosen], np.float32),
-        behaviour_T=trained([*behaviour], np.float32) if len(behaviour) == len(chosen) else None,
+        behaviour_T=logprobs([s.logprobs for s in chosen]),
         sequence_T=spread(list(indices), np.int64),
+        reference_T=logprobs([s.reference for s in chosen]),
     )

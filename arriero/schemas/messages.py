@@ -169,7 +169,7 @@ class Sample(Message):
     """One sequence to train on, arrays [L] as in `Rollout`.
 
     `advantages` [L] float32 is finite everywhere; `logprobs` and `versions` are None for supervised data,
-    else as in `Rollout`.
+    else as in `Rollout`. `reference` is as `logprobs`, of a fixed model; None if none has read the sample.
     `group` is the id of the record it came from, so that a whole group can be dropped from a batch.
     """
 
@@ -179,6 +179,7 @@ class Sample(Message):
     advantages: Float32Array
     logprobs: Float32Array | None = None
     versions: Int32Array | None = None
+    reference: Float32Array | None = None
     temperature: PositiveFloat = 1.0
     reward: FiniteFloat = 0.0
     origin: int = -1
@@ -191,6 +192,7 @@ class Sample(Message):
             "advantages": self.advantages,
             "logprobs": self.logprobs,
             "versions": self.versions,
+            "reference": self.reference,
         }
         if wrong := {k: v.size for k, v in arrays.items() if v is not None and v.size != length}:
             raise ValueError(f"unequal lengths: tokens {length}, {wrong}")
@@ -199,6 +201,8 @@ class Sample(Message):
         if self.logprobs is None and not same_bits(mask, mask != 0):
             raise ValueError("mask must hold true and false only: its bytes are neither 0 nor 1")
         _check_behaviour(self.logprobs, self.versions, mask)
+        if self.reference is not None:
+            _check_behaviour(self.reference, None, mask)
         return self
 
     @property

@@ -2,11 +2,13 @@
 
 As components' configuration, per trained token: AIPO, ImportanceWeighted (TIS, MIS, IcePop), CISPO,
 ClippedPolicyGradient (PPO, GRPO, DAPO), DecoupledPPO, GSPO, GMPO, DPPO, M2PO, SAPO, DRO, Reinforce, AWR,
-CrossEntropy, DPO, OnPolicyDistillation; around one of them: WithKL, WithEntropy. As functions: the rest.
+CrossEntropy, DPO, OnPolicyDistillation; around one of them: WithKL, WithEntropy; from a function: Custom.
+As functions: the rest.
 """
 
 from arriero.components.losses.aggregation import Aggregation, sequence_weights
 from arriero.components.losses.clipped import ClippedPolicyGradient, DecoupledPPO
+from arriero.components.losses.custom import Custom
 from arriero.components.losses.distillation import (
     OnPolicyDistillation,
     forward_kl,
@@ -37,6 +39,7 @@ __all__ = [
     "Aggregation",
     "ClippedPolicyGradient",
     "CrossEntropy",
+    "Custom",
     "DecoupledPPO",
     "Facts",
     "ImportanceWeight",
