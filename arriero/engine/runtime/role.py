@@ -25,6 +25,7 @@ from arriero.schemas.ledger import Ended
 from arriero.schemas.run import RoleStatus, RunOptions
 
 _log = logging.getLogger(__name__)
+_PEER_S = 5.0
 _SAY_S = 5.0  # for the last words of a node that failed
 
 
@@ -105,6 +106,10 @@ async def _run_node(runner: NodeRunner, replica: int, rank: int, broker: Broker)
     try:
         await runner.run()
     except Exception as error:
+        if runner.world.ranks > 1 and _lost_peer(error):
+            await asyncio.sleep(
+                _PEER_S
+            )  # whoever watches the ranks ends us first and names the one that failed
         user = isinstance(error, UserError)
         ended = Ended(
             node=name,
@@ -121,6 +126,12 @@ async def _run_node(runner: NodeRunner, replica: int, rank: int, broker: Broker)
         raise
     if rank == 0:
         await announce(broker, Ended(node=name, replica=replica))
+
+
+def _lost_peer(error: Exception) -> bool:
+    """Whether a collective broke because another rank is gone: a consequence, not the cause."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
 
 
 def _runner(
