@@ -35,7 +35,8 @@ def check(graph: Graph) -> GraphSpec:
     _refuse([*_unconnected(graph), *_loop_problems(graph), *_unknown_sources(graph), *_not_portable(graph)])
     spec = graph.spec()
     places = [p for n in spec.nodes for p in (*_replica_problems(spec, n), *_capacity_problems(spec, n))]
-    problems = [*_unread_loops(spec), *_role_problems(spec), *places, *_component_problems(graph, spec)]
+    problems = [*_unread_loops(spec), *_closer_problems(spec), *_role_problems(spec), *places]
+    problems += _component_problems(graph, spec)
     problems += _caught(partial(repetitions, spec)) or [
         *_caught(partial(windows, spec)),
         *(p for n in spec.nodes for p in _rank_problems(spec, n)),
@@ -124,6 +125,17 @@ def _unread_loops(spec: GraphSpec) -> Iterator[str]:
             )
 
 
+def _closer_problems(spec: GraphSpec) -> Iterator[str]:
+    # The ledger books one record per version: of several, it would lose the prompts of all but one.
+    for loop in spec.loops:
+        for i in spec.node(loop.producer).inputs:
+            if i.consumes > 1:
+                yield (
+                    f"{loop.producer}.{i.port} takes {i.consumes} records per version of loop {loop.name}; "
+                    "gather them in a component before it"
+                )
+
+
 def _role_problems(spec: GraphSpec) -> Iterator[str]:
     for role, nodes in spec.roles.items():
         for what in ("replicas", "ranks"):
@@ -141,7 +153,7 @@ def _replica_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
     if any(i.consumes > 1 for i in n.inputs):
         yield (
             f"{n.name}: it gathers several records per firing, so it has one replica, not {n.replicas}; "
-            "use ranks to split its work"
+            "use ranks to split it"
         )
     if n.ranks > 1:
         yield (
@@ -149,9 +161,7 @@ def _replica_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
             "each one: raise one of the two"
         )
     if any(loop.producer == n.name for loop in spec.loops):
-        yield (
-            f"{n.name}: it closes a loop, so it has one replica, not {n.replicas}; use ranks"
-        )
+        yield (f"{n.name}: it closes a loop, so it has one replica, not {n.replicas}; use ranks")
     if sum(not i.loop for i in n.inputs) > 1:
         yield (
             f"{n.name}: it joins several streams, so it has one replica, not {n.replicas}: "
