@@ -114,7 +114,8 @@ class FolderStore:
 
     def held(self, edge: str) -> int:
         sizes: dict[int, int] = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder / token(edge)) as found:
+        nothing_yet = (FileNotFoundError, NotADirectoryError)
+        with contextlib.suppress(*nothing_yet), os.scandir(self.folder / token(edge)) as found:
             for entry in found:
                 with contextlib.suppress(FileNotFoundError):  # released meanwhile
                     stat = entry.stat()

@@ -21,6 +21,7 @@ from arriero.engine.nats_edge import NatsEdge
 from arriero.engine.nats_link import Forgotten
 
 _log = logging.getLogger(__name__)
+_MARGIN = 0.1
 _ERROR_CHARS = 1500  # of a dead letter; with its payload it must fit the server's largest message
 
 
@@ -68,7 +69,8 @@ class NatsLease:
 
     @property
     def valid(self) -> bool:
-        return not self.settled and time.monotonic() < self._until
+        """False a little before the server, which counts from when it sent the message, lets it run out."""
+        return not self.settled and time.monotonic() < self._until - _MARGIN * self.lease_s
 
     async def ack(self) -> None:
         if not self.settled:
@@ -85,10 +87,9 @@ class NatsLease:
             await self._tell(b"-NAK")
 
     async def extend(self) -> None:
-        if self.valid:
-            now = time.monotonic()
-            if await self._request(b"+WPI"):
-                self.extended(now)
+        now = time.monotonic()
+        if not self.settled and now < self._until and await self._request(b"+WPI"):
+            self.extended(now)
 
     async def bury(self, error: str) -> None:
         """To the dead letters, then off the edge: a crash in between repeats both."""
