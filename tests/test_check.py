@@ -71,7 +71,8 @@ def training(
     sampler: dict[str, Any] = {"model": model, "samples": 4, "sampling": Sampling(max_new_tokens=32)}
     rollouts = g.add(Generator(**sampler | (generator or {})))(prompts, weights)
     scored = g.add(each(all_right), name="reward")(rollouts)
-    batches = g.add(GroupAdvantage(**{"groups": 4} | (advantage or {})), name="advantage")(scored)
+    gathers: dict[str, Any] = {"groups": 4}
+    batches = g.add(GroupAdvantage(**gathers | (advantage or {})), name="advantage")(scored)
     optimizes: dict[str, Any] = {"model": model, "loss": AIPO(), "steps": 2}
     trained = Trainer(**optimizes | (trainer or {}))
     weights.close(g.add(trained, ranks=ranks)(batches))

@@ -111,13 +111,13 @@ class Graph:
         `replicas` compete for the records of one stream; `ranks` are one logical component in a
         torch.distributed world. `capacity` bounds the output edge. Raises GraphError, also from the call.
         """
+        takes, gives = ports(component)
         name = _valid_name(name or default_name(component), "node")
         if name in self.nodes:
             raise GraphError(f"two nodes are named {name}; pass name= to tell them apart")
         for what, number in (("replicas", replicas), ("ranks", ranks)):
             if number < 1:
                 raise GraphError(f"{name}: {what} is {number}; at least 1 is needed")
-        takes, gives = ports(component)
         role = _valid_name(role or name, "role")
         self.unconnected.append(name)
 
