@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml
 	@if $(BIN)/python $(HAS_TORCH); then echo "torch is there already"; \
 	elif command -v nvidia-smi >/dev/null || test -e /dev/nvidia0; then echo "GPU found: pip chooses torch"; \
 	else $(BIN)/python -m pip install '$(CPU_TORCH)'; fi
-	$(BIN)/python -m pip install -e '.[dev,reasoning-gym]'
+	$(BIN)/python -m pip install -e '.[dev,reasoning-gym,verifiers]'
 	@touch $@
 
 demo: $(STAMP)

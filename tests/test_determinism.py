@@ -65,7 +65,7 @@ def run_graph(
     config = AIPOConfig(
         model=str(model),
         data=PromptSource(path=str(data), seed=3),
-        reward=Function(function=share_of_threes),
+        reward=Function(function=share_of_threes, isolate=False),  # `seen` is this process's
         sampling=SAMPLING,
         optimizer=OPTIMIZER,
         steps=STEPS,

@@ -21,33 +21,13 @@ from arriero.components.rewards import (
     RewardFunction,
     RolloutReward,
 )
+from arriero.components.verifiers.reward import InProcess
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.engine.portable import build, fields_to_json
 from arriero.schemas.messages import Outcome, Prompt, Rollout, RolloutGroup, Score
 from tests.drive import Alone, kept, outputs, stream
-
-
-def rollout(text: str) -> Rollout:
-    return Rollout(
-        tokens=np.array([1, 2], np.int32),
-        mask=np.array([False, True]),
-        logprobs=np.array([np.nan, -0.5], np.float32),
-        versions=np.array([-1, 0], np.int32),
-        text=text,
-        finish="stop",
-    )
-
-
-def group(*texts: str, answer: str = "", metadata: dict[str, Any] | None = None) -> RolloutGroup:
-    prompt = Prompt(id="e0-r7", text="?", answer=answer, metadata=metadata or {})
-    return RolloutGroup(id="g", prompt=prompt, rollouts=tuple(rollout(t) for t in texts))
-
-
-async def values(reward: RolloutReward, record: RolloutGroup) -> list[float]:
-    scored = await reward.apply(record)
-    assert scored.group is record
-    return [s.value for s in scored.scores]
+from tests.verdicts import group, rollout, run, scores, values
 
 
 async def test_exact_match_strips_by_default_and_minds_case() -> None:
@@ -58,8 +38,8 @@ async def test_exact_match_strips_by_default_and_minds_case() -> None:
 
 
 async def test_an_empty_answer_is_not_matched_by_an_empty_response() -> None:
-    with pytest.raises(UserError, match=r"e0-r7.*no answer to match"):
-        await ExactMatch().apply(group("", answer=" "))
+    with pytest.raises(UserError, match=r"row 7: the prompt has no answer to match"):
+        await run(ExactMatch(), group("", answer=" "))
 
 
 async def test_contains_looks_at_the_response() -> None:
@@ -78,7 +58,12 @@ def boxed(prompt: Prompt, rollout: Rollout) -> bool:
 async def test_a_failed_extraction_does_not_shift_the_other_scores() -> None:
     # NeMo-RL PR 3635: the unanswered response got two scores, all later ones moved by one.
     record = group("\\boxed{42}", "I don't know.", "\\boxed{137}", "\\boxed{42}", answer="42")
-    assert await values(Function(function=boxed), record) == [1, 0, 0, 1]
+    assert await values(local(boxed), record) == [1, 0, 0, 1]
+
+
+def local(function: RewardFunction) -> Function:
+    """Computed in this process, as for a breakpoint: tests of workers stand in test_verifiers_pool."""
+    return Function(function=function, isolate=False)
 
 
 def zero(prompt: Prompt, rollout: Rollout) -> Score:
@@ -87,8 +72,7 @@ def zero(prompt: Prompt, rollout: Rollout) -> Score:
 
 async def test_a_score_of_zero_is_a_score() -> None:
     # OpenRLHF PR 1219: `scores or rewards` took 0.0 for missing.
-    scored = await Function(function=zero).apply(group("a"))
-    assert scored.scores == (Score(value=0.0, outcome=Outcome.OK, detail="kept"),)
+    assert await scores(local(zero), group("a")) == [Score(value=0.0, outcome=Outcome.OK, detail="kept")]
 
 
 async def slowest_first(prompt: Prompt, rollout: Rollout) -> float:
@@ -97,7 +81,7 @@ async def slowest_first(prompt: Prompt, rollout: Rollout) -> float:
 
 
 async def test_async_functions_keep_the_order_of_the_rollouts() -> None:
-    assert await values(Function(function=slowest_first), group("", "aa", "a", "aaaa")) == [0, 2, 1, 4]
+    assert await values(local(slowest_first), group("", "aa", "a", "aaaa")) == [0, 2, 1, 4]
 
 
 @pytest.mark.parametrize(
@@ -113,32 +97,29 @@ async def test_async_functions_keep_the_order_of_the_rollouts() -> None:
     ],
 )
 async def test_numbers_and_truth_values_are_scores(given: float, value: float, outcome: Outcome) -> None:
-    scored = await Function(function=lambda prompt, rollout: given).apply(group("a"))
-    assert scored.scores == (Score(value=value, outcome=outcome),)
+    found = await scores(local(lambda prompt, rollout: given), group("a"))
+    assert found == [Score(value=value, outcome=outcome)]
 
 
 @pytest.mark.parametrize("given", [float("nan"), float("inf"), None, "1", [1.0], np.array([1.0])])
-async def test_what_is_not_a_finite_number_is_refused(given: object) -> None:
+async def test_what_is_not_a_finite_number_is_no_verdict(given: object) -> None:
     def function(prompt: Prompt, rollout: Rollout) -> float:
         return cast("float", given)  # the wrong type is the point
 
-    with pytest.raises(UserError, match=r"prompt e0-r7, rollout 0: it gave .*a finite number") as error:
-        await Function(function=function).apply(group("a"))
-    assert "\n" not in str(error.value)
+    (score,) = await scores(local(function), group("a"))
+    assert (score.value, score.outcome) == (0.0, Outcome.ERROR)
+    assert score.detail.startswith("UserError: it gave ")
+    assert "a finite number" in score.detail
 
 
 def broken(prompt: Prompt, rollout: Rollout) -> float:
     return 1 / len(rollout.text)
 
 
-async def test_an_exception_names_reward_prompt_and_cause() -> None:
-    with pytest.raises(UserError) as error:
-        await Function(function=broken).apply(group("a", ""))
-    assert str(error.value) == (
-        f"reward {broken.__module__}:broken failed on prompt e0-r7, rollout 1: "
-        "ZeroDivisionError: division by zero"
-    )
-    assert isinstance(error.value.__cause__, ZeroDivisionError)
+async def test_an_exception_costs_its_own_rollout_and_says_why() -> None:
+    first, second = await scores(local(broken), group("a", ""))
+    assert (first.value, first.outcome) == (1.0, Outcome.OK)
+    assert second == Score(value=0.0, outcome=Outcome.ERROR, detail="ZeroDivisionError: division by zero")
 
 
 def test_a_config_selects_a_reward_by_its_kind() -> None:
@@ -157,11 +138,10 @@ def test_a_config_selects_a_reward_by_its_kind() -> None:
 
 
 def test_a_function_reward_survives_the_graph_s_json() -> None:
-    reward = Function(
-        function=cast("RewardFunction", json.loads)
-    )  # any function that has a module of its own
-    assert fields_to_json(reward) == {"kind": "function", "function": {"$ref": "json:loads"}}
-    assert build("arriero.components.rewards:Function", fields_to_json(reward)) == reward
+    reward = Function(function=cast("RewardFunction", json.loads))  # any function of a module
+    fields = fields_to_json(reward)
+    assert fields["function"] == {"$ref": "json:loads"}
+    assert build("arriero.components.rewards:Function", fields) == reward
 
 
 async def gym_prompt(name: str, row: int = 0, **options: Any) -> Prompt:
@@ -173,8 +153,11 @@ async def gym_prompt(name: str, row: int = 0, **options: Any) -> Prompt:
 
 
 async def gym_scores(prompt: Prompt, *texts: str, reward: ReasoningGym | None = None) -> list[Score]:
-    record = RolloutGroup(id="g", prompt=prompt, rollouts=tuple(rollout(t) for t in texts))
-    return list((await (reward or ReasoningGym()).apply(record)).scores)
+    """Computed in this process, which has reasoning-gym already."""
+    scorer = InProcess(reward or ReasoningGym())
+    if why := await scorer.unscorable(prompt):
+        raise UserError(why)
+    return [await scorer.score(prompt, rollout(t)) for t in texts]
 
 
 @pytest.mark.parametrize(
@@ -250,8 +233,7 @@ async def test_a_scorer_that_pays_for_junk_is_refused() -> None:
 
 
 async def test_prompts_of_another_kind_are_refused() -> None:
-    with pytest.raises(UserError, match="doesn't come from reasoning_gym:NAME"):
-        await ReasoningGym().apply(group("a", metadata={"question": "q"}))
+    assert "doesn't come from reasoning_gym:NAME" in ReasoningGym().unscorable(Prompt(text="?"))
     assert "d.jsonl" in next(iter(ReasoningGym().problems(Alone(PromptSource(path="d.jsonl")))))
     assert list(ReasoningGym().problems(Alone())) == []
 
@@ -259,5 +241,5 @@ async def test_prompts_of_another_kind_are_refused() -> None:
 async def test_rewards_run_over_a_stream_and_fit_a_graph() -> None:
     found = await outputs(Contains(text="a").run(stream([group("a"), group("b")], RolloutGroup)))
     assert [s.scores[0].value for s in kept(found)] == [1.0, 0.0]
-    for reward in (ExactMatch(), Contains(text="x"), ReasoningGym(), Function(function=boxed)):
+    for reward in (ExactMatch(), Contains(text="x"), ReasoningGym(), local(boxed)):
         Graph("g").add(reward)

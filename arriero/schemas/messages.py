@@ -134,18 +134,26 @@ class Outcome(StrEnum):
 
 
 class Score(Message):
-    """Reward of one rollout: `value` is what is trained on, `outcome` says what it rests on."""
+    """Reward of one rollout: `value` is what is trained on, `outcome` says what it rests on.
+
+    `raw` is the value before shaping (length, format), which filters look at; None: `value` itself.
+    """
 
     value: FiniteFloat
     outcome: Outcome
     detail: str = ""
+    raw: FiniteFloat | None = None
 
 
 class ScoredGroup(Record):
-    """A rollout group with one score per rollout, in the same order."""
+    """A rollout group with one score per rollout, in the same order.
+
+    `reward_version` is the hash of the code and configuration that scored it; empty if it wasn't told.
+    """
 
     group: RolloutGroup
     scores: tuple[Score, ...]
+    reward_version: str = ""
 
     @model_validator(mode="after")
     def _one_score_each(self) -> Self:

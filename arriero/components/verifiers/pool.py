@@ -1,0 +1,171 @@
+"""`Pool`: the workers of one reward. A hung or crashed one is killed and replaced; the others go on.
+
+| who waits | for what        | unblocked by                                             |
+|-----------|-----------------|----------------------------------------------------------|
+| a job     | a free place    | another job's end, or a replacement's start (`start_s`)   |
+| a job     | its own answer  | the worker, its death, or the time limit (then SIGKILL)   |
+
+An answer names its job, so that a late or lost one can't become another one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import TracebackType
+from typing import Self
+
+from arriero.components.verifiers.canaries import response
+from arriero.components.verifiers.process import Overdue, WorkerDied, WorkerProcess
+from arriero.components.verifiers.reward import Isolated, no_verdict
+from arriero.components.verifiers.wire import Done, Job, Setup
+from arriero.engine.codec import encode
+from arriero.engine.errors import UserError
+from arriero.engine.portable import to_json
+from arriero.engine.runtime.context import count
+from arriero.schemas.messages import Outcome, Prompt, Rollout, Score
+
+_STARTS = 3  # in a row that may fail
+
+
+class Pool:
+    """A `Scorer`; open it with `async with`. Raises UserError where a worker can't build the reward."""
+
+    def __init__(self, reward: Isolated) -> None:
+        self._reward = reward
+        limits = reward.limits
+        self._setup = Setup(json.dumps(to_json(reward)).encode(), limits.memory_mb, limits.time_s)
+        # Coroutines are ended by their own worker; this one kills it if it can't even do that.
+        self._patience_s = limits.time_s if reward.width == 1 else 1.5 * limits.time_s + 1
+        self._free: asyncio.Queue[WorkerProcess | UserError] = asyncio.Queue()
+        self._alive: set[WorkerProcess] = set()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._alone = asyncio.Lock()
+        self._jobs = 0
+        self.replaced = 0
+
+    async def __aenter__(self) -> Self:
+        for _ in range(self._reward.workers):
+            self._start()
+        try:
+            await asyncio.gather(*self._starting)
+            self._raise_if_broken()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def score(self, prompt: Prompt, rollout: Rollout) -> Score:
+        """The score, or how it came that there is none."""
+        if self._reward.text_only:
+            rollout = response(rollout.text, finish=rollout.finish)
+        try:
+            done = await self._ask(encode(prompt), encode(rollout))
+        except Overdue:
+            return no_verdict(f"over {self._reward.limits.time_s:g} s", Outcome.TIMEOUT)
+        except WorkerDied as error:
+            return no_verdict(str(error))
+        return Score(value=done.value, outcome=done.outcome, detail=done.detail, raw=done.raw)
+
+    async def unscorable(self, prompt: Prompt) -> str:
+        """Why no response to `prompt` can be scored; a prompt whose check hangs or crashes is unscorable."""
+        try:
+            done = await self._ask(encode(prompt), b"")
+        except (Overdue, WorkerDied) as error:
+            return f"the check of its answer failed: {error}"
+        return done.detail
+
+    async def _ask(self, prompt: bytes, rollout: bytes) -> Done:
+        """The answer to one job. Raises Overdue and WorkerDied for this job alone."""
+        worker = await self._place()
+        self._jobs += 1
+        job = Job(self._jobs, prompt, rollout)
+        try:
+            done = await worker.ask(job, self._patience_s)
+        except (Overdue, WorkerDied):
+            await self._replace(worker)
+            if self._reward.width == 1:
+                raise
+            return await self._ask_alone(job)  # another of the worker's jobs may have been the cause
+        except BaseException:
+            await self._replace(worker)  # cancelled in mid-job: the answer would come too late
+            raise
+        if done.spent:
+            await self._replace(worker)
+        else:
+            self._free.put_nowait(worker)
+        return done
+
+    async def _ask_alone(self, job: Job) -> Done:
+        """The answer of a worker that has no other job."""
+        async with self._alone:
+            worker = WorkerProcess()
+            try:
+                if problem := await worker.start(self._setup, self._reward.limits.start_s):
+                    raise WorkerDied(problem)
+                return await worker.ask(job, self._patience_s)
+            finally:
+                await worker.kill()
+
+    async def _place(self) -> WorkerProcess:
+        while True:
+            worker = await self._free.get()
+            if isinstance(worker, UserError):
+                self._free.put_nowait(worker)
+                raise worker
+            if worker in self._alive:
+                return worker
+
+    async def _replace(self, worker: WorkerProcess) -> None:
+        if worker not in self._alive:  # another of its jobs has done so
+            return
+        self._alive.discard(worker)
+        self._start()
+        self.replaced += 1
+        count("workers replaced")
+        await worker.kill()
+
+    def _start(self) -> None:
+        task = asyncio.create_task(self._started())
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _started(self) -> None:
+        limits, problem = self._reward.limits, ""
+        for _ in range(_STARTS):
+            worker = WorkerProcess()
+            try:
+                problem = await worker.start(self._setup, limits.start_s)
+            except WorkerDied as error:
+                problem = f"its worker died at the start: {error}"
+                continue
+            except BaseException:
+                await worker.kill()
+                raise
+            if problem:
+                await worker.kill()
+                break
+            self._alive.add(worker)
+            for _ in range(self._reward.width):
+                self._free.put_nowait(worker)
+            return
+        self._free.put_nowait(UserError(f"reward {self._reward.label} can't run in a worker: {problem}"))
+
+    def _raise_if_broken(self) -> None:
+        kept = [self._free.get_nowait() for _ in range(self._free.qsize())]
+        for item in kept:
+            if isinstance(item, UserError):
+                raise item
+            self._free.put_nowait(item)
+
+    async def _close(self) -> None:
+        for task in tuple(self._starting):
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*(w.kill() for w in self._alive))
+        self._alive.clear()

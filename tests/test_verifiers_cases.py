@@ -1,0 +1,169 @@
+"""Verdicts: the shared cases, gold against gold, and pairs that other graders get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arriero.components.rewards import Gsm8k, Math, MultipleChoice
+from arriero.components.verifiers.equality import same_answer, unreadable
+from arriero.components.verifiers.extraction import final_boxes
+from arriero.components.verifiers.reward import Isolated
+from arriero.schemas.messages import Prompt
+from tests.verdicts import outcome
+
+SHARED = Path(__file__).parents[1].parent / "shared"
+REWARDS: dict[str, Isolated] = {"math": Math(), "gsm8k": Gsm8k()}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    )
+
+
+CASES = lines(SHARED / "cases" / "verifier_cases.jsonl")
+# Where the case leaves the verdict open: what our policy (docs/rewards.md) gives.
+POLICY = {"mvt7": True, "slime_unterm": False, "think2": False, "latex_text": True, "eu_comma": False}
+
+
+@pytest.mark.skipif(not CASES, reason="the shared verdict cases aren't here")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: str(c["id"]))
+def test_every_decided_case_comes_out_right(case: dict[str, Any]) -> None:
+    pytest.importorskip("math_verify")
+    reward = REWARDS[case["task"]]
+    want = POLICY[case["id"]] if case["correct"] is None else case["correct"]
+    # An answer that can't be read is set aside: nothing is rewarded for it either.
+    assert not (want and reward.unscorable(Prompt(text="?", answer=case["gold"])))
+    assert outcome(reward, case["gold"], case["output"]) == ("ok" if want else "wrong")
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_every_gsm8k_solution_earns_its_own_answer(part: str) -> None:
+    rows = lines(SHARED / "data" / "gsm8k" / f"{part}.jsonl")
+    if not rows:
+        pytest.skip("GSM8K isn't here")
+    assert [r["answer"][-40:] for r in rows if outcome(Gsm8k(), r["answer"], r["answer"]) != "ok"] == []
+    plain = [f"So it is {r['answer'].rpartition('####')[2].strip()}." for r in rows]
+    assert [t for r, t in zip(rows, plain, strict=True) if outcome(Gsm8k(), r["answer"], t) != "ok"] == []
+    assert all(
+        outcome(Gsm8k(strict=True), r["answer"], t) == "wrong" for r, t in zip(rows, plain, strict=True)
+    )
+
+
+def test_every_math500_answer_and_solution_earns_its_own_answer() -> None:
+    pytest.importorskip("math_verify")
+    rows = lines(SHARED / "data" / "math" / "math500.jsonl")
+    if not rows:
+        pytest.skip("MATH-500 isn't here")
+    reward = Math()
+    for row in rows:
+        assert reward.unscorable(Prompt(text="?", answer=row["answer"])) == ""
+        assert outcome(reward, row["answer"], f"\\boxed{{{row['answer']}}}") == "ok", row["answer"]
+        assert outcome(reward, row["answer"], row["solution"]) == "ok", row["answer"]
+
+
+# From math-verify's tracker and notes on it: what it takes for equal, and what it takes for different.
+DIFFERENT = [
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}"), ("2^{-99}", "2^{-98}"), ("10^{-7}", r"2\times 10^{-7}"),
+    ("204_5", "204_6"), ("4", r"4\sqrt(2)"), ("3x-y+13=0", "3x+4y+14=0"), ("x", "|x|"), (r"\sqrt{x^2}", "x"),
+    ("6-5i", "6+5i"), ("(15,-29)", "(-29,15)"), ("3,5,7", "3,5"), ("(-1,6)", "[-1,6]"), ("(C)", "(D)"),
+    ("0.28", r"28\%"), ("i", "-i"), ("5", "five"), ("x=5", "y=5"), (r"\frac12", "0.333333"),
+    (r"7\pi", "21.99"), (r"1 \pm \sqrt{19}", r"1+\sqrt{19}"), (r"\text{even}", r"\text{odd}"),
+    ("123456789012345678", "123456789012345679"),
+]  # fmt: skip
+EQUAL = [
+    (r"\sqrt{1/n}", r"1/\sqrt{n}"), (r"(-\infty,3)", "x<3"), ("x<3", r"(-\infty,3)"),
+    (r"\frac13", r"0.\overline{3}"),
+    ("-3", "\u22123"), (r"\frac{\pi}{2}", "pi/2"), ("e^{16}", "exp(16)"), (r"\frac13", "0.3333333"),
+    (r"864 \mbox{ inches}^2", "864"), (r"\$18.90", "18.9"), (r"10,\!080", "10080"),
+    ("[-2,7]", r"-2 \le x \le 7"),
+    (r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"), ("y=2x+3", "2x+3"), ("y=2x+3", "x=(y-3)/2"),
+    (r"1\frac{4}{5}", "9/5"), ("(a+5)(b+2)", "ab+2a+5b+10"), (r"\cot x", r"\frac{\cos x}{\sin x}"),
+    (r"\begin{pmatrix}-1/3\\2/3\end{pmatrix}", r"\begin{bmatrix}-\frac13\\\frac23\end{bmatrix}"),
+    ("52_8", "52"), (r"120^\circ", "120 degrees"), (r"\text{Evelyn}", "evelyn"), (r"\text{(C)}", "C"),
+    (r"7\pi", "21.991149"), (r"\log_2 3", r"\frac{\ln 3}{\ln 2}"), (r"6\sqrt{2}", r"\sqrt{72}"),
+    (r"3 \text{ and } 4", "4,3"), (r"\emptyset", r"\varnothing"), ("1,000,000", "10^6"), ("4.0", "4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
+def test_different_answers_are_told_apart(gold: str, answer: str) -> None:
+    pytest.importorskip("math_verify")
+    assert not same_answer(gold, answer)
+
+
+@pytest.mark.parametrize(("gold", "answer"), EQUAL)
+def test_equal_answers_are_equal_however_they_are_written(gold: str, answer: str) -> None:
+    pytest.importorskip("math_verify")
+    assert same_answer(gold, answer)
+
+
+@pytest.mark.parametrize("gold", ["???", "", r"\frac{1}{", "3, \\frac{1}{"])
+def test_a_gold_answer_that_cannot_be_read_is_named(gold: str) -> None:
+    pytest.importorskip("math_verify")
+    assert unreadable(gold)
+    assert Math().unscorable(Prompt(text="?", answer=gold, row=3)).startswith("row 3: answer ")
+
+
+@pytest.mark.parametrize(
+    "text", [r"\sqrt", r"\boxed{\sqrt}", r"\boxed{\frac{3}{4}", "\\boxed{\\", "}{", r"\boxed{^}"]
+)
+def test_broken_latex_is_wrong_and_raises_nothing(text: str) -> None:
+    # tinker-cookbook PR 643: a string that ends in \sqrt raised IndexError.
+    pytest.importorskip("math_verify")
+    assert outcome(Math(), r"\frac{3}{4}", text) == "wrong"
+
+
+def test_a_fraction_is_its_decimal() -> None:
+    # The same report: \frac{3}{4} and 0.75 were different.
+    assert outcome(Math(), "0.75", r"\boxed{\frac{3}{4}}") == "ok"
+
+
+@pytest.mark.parametrize("text", ["42", "it is 42", "The answer is 42, of course", "42.", "**42**", "$42$"])
+def test_a_bare_number_in_the_text_never_scores(text: str) -> None:
+    assert outcome(Math(), "42", text) == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"\boxed{1} and \boxed{-2}", ["1", "-2"]),
+        (r"\boxed{1}. Wait: \boxed{2}", ["2"]),
+        (r"\boxed{a{b}c} \boxed{d", ["a{b}c"]),
+        (r"\boxed{\{1\}}", [r"\{1\}"]),
+        (r"\fbox{7}", ["7"]),
+        ("\\boxed 3", []),
+    ],
+)
+def test_the_last_complete_box_and_those_joined_to_it_are_the_answer(text: str, found: list[str]) -> None:
+    assert final_boxes(text) == found
+
+
+def test_a_long_response_is_read_from_its_end() -> None:
+    assert outcome(Math(), "42", "7" * 300_000 + r" \boxed{42}") == "ok"
+    assert outcome(Gsm8k(), "42", "7 " * 300_000 + "#### 42") == "ok"
+    assert outcome(Math(), "42", "{" * 50_000 + r"\boxed{" * 200) == "wrong"
+
+
+@pytest.mark.parametrize("trail", [" " * 301, " as I said" * 40])
+def test_a_marker_counts_wherever_it_stands(trail: str) -> None:
+    # verl PR 7274: only the last 300 characters were looked at.
+    assert outcome(Gsm8k(), "42", f"#### 42{trail}") == "ok"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "want"),
+    [
+        ("B", "The answer is (B).", "ok"), ("(B)", r"\boxed{\text{B}}", "ok"), ("B", "B) because", "ok"),
+        ("B", "**Answer:** b", "ok"), ("B", "Answer: A or B", "wrong"), ("A", "", "wrong"),
+        ("A", "A cat sat there, and the question stays open as far as anybody knows today.", "wrong"),
+        ("A", "I don't know", "wrong"), ("B", r"\boxed{A} or \boxed{B}", "wrong"),
+    ],
+)  # fmt: skip
+def test_a_choice_is_right_only_if_exactly_one_option_is_named(answer: str, text: str, want: str) -> None:
+    # tinker-cookbook PR 643: an unanswered question counted as option A.
+    assert outcome(MultipleChoice(), answer, text) == want

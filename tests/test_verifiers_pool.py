@@ -1,0 +1,182 @@
+"""Workers: what a hang, a crash and a flood become, and that no score moves to another rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arriero.components.rewards import Function, Gsm8k, Known, Limits, Math
+from arriero.components.verifiers.pool import Pool
+from arriero.engine.errors import UserError
+from arriero.schemas.messages import Dropped, Outcome, Prompt, Rollout, ScoredGroup
+from tests.verdicts import group, rollout, run, scores, values
+
+SHORT = Limits(time_s=1.5, memory_mb=256)
+
+
+def by_command(prompt: Prompt, rollout: Rollout) -> float:
+    """Does what the response says."""
+    match rollout.text.split():
+        case ["hang"]:
+            while True:
+                pass
+        case ["die"]:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case ["exit"]:
+            sys.exit(3)
+        case ["raise"]:
+            raise ZeroDivisionError("by zero")
+        case ["eat"]:
+            return len([bytearray(1 << 20) for _ in range(4096)])
+        case ["print"]:
+            print("not a message", flush=True)
+            sys.stdout.buffer.write(b"\x00\x00\x00\x01\x00")
+            return 1.0
+        case ["none"]:
+            return None  # type: ignore[return-value]  # what a forgotten return gives
+        case [number]:
+            return float(number)
+        case _:
+            return 0.0
+    return 0.0
+
+
+async def waits(prompt: Prompt, rollout: Rollout) -> float:
+    if rollout.text == "hang":
+        await asyncio.sleep(3600)
+    if rollout.text == "spin":
+        while True:
+            pass
+    await asyncio.sleep(0.2)
+    return float(rollout.text)
+
+
+def child(prompt: Prompt, rollout: Rollout) -> float:
+    import subprocess
+
+    started = subprocess.Popen(["sleep", "1000"])
+    Path(rollout.text).write_text(str(started.pid), encoding="ascii")
+    while True:
+        pass
+
+
+async def test_hung_and_crashed_workers_cost_their_own_rollout_alone() -> None:
+    # verl issue 288: a time limit of asyncio can't stop a loop. NeMo-RL PR 3635: scores moved by one.
+    reward = Function(function=by_command, workers=2, limits=SHORT)
+    texts = ("1", "hang", "2", "die", "3", "exit", "4", "raise", "5", "eat", "6", "print", "none", "7")
+    found = await scores(reward, group(*texts))
+    told = [s.value if s.outcome is Outcome.OK else s.outcome.value for s in found]
+    assert told == [1, "timeout", 2, "error", 3, "error", 4, "error", 5, "error", 6, 1, "error", 7]
+    why = {text: score.detail for text, score in zip(texts, found, strict=True) if score.detail}
+    assert why["hang"] == "over 1.5 s"
+    assert "SIGSEGV" in why["die"]
+    assert why["exit"] == "SystemExit: 3"
+    assert why["raise"] == "ZeroDivisionError: by zero"
+    assert why["eat"].startswith("MemoryError")
+    assert "NoneType" in why["none"]
+
+
+async def test_an_async_function_scores_many_at_once_and_its_hang_costs_only_itself() -> None:
+    reward = Function(function=waits, at_once=16, limits=Limits(time_s=1.5))
+    start = time.monotonic()
+    assert await values(reward, group(*(str(k) for k in range(1, 17)))) == list(range(1, 17))
+    assert time.monotonic() - start < 16 * 0.2 + 20  # 16 in turn would take 3.2 s on top of the start
+    told = [s.outcome.value for s in await scores(reward, group("1", "hang", "spin", "2"))]
+    assert told[0] == told[3] == "ok"
+    assert "timeout" in told[1:3]
+
+
+async def test_what_a_killed_worker_started_dies_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    (score,) = await scores(Function(function=child, limits=Limits(time_s=2.0)), group(str(path)))
+    assert score.outcome is Outcome.TIMEOUT
+    pid = int(path.read_text(encoding="ascii"))
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"process {pid} is alive")
+
+
+async def test_no_worker_outlives_its_reward() -> None:
+    async with Pool(Gsm8k(workers=2)) as pool:
+        await pool.score(Prompt(text="?", answer="1"), rollout("1"))
+        mine = psutil.Process().children()
+        assert len(mine) >= 2
+    assert not [p for p in psutil.Process().children() if p in mine and p.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_power_towers_are_judged_at_once() -> None:
+    # math-verify issues 59, 63 and 65: these ran for ever, or until memory was gone.
+    pytest.importorskip("math_verify")
+    texts = (
+        r"\boxed{\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}}",
+        r"\boxed{10^{(5^{5^{5^{5^{5}}} \cdot \log_{10}(5)} - 4)}}",
+        r"\boxed{2^{99999999}}",
+        r"\boxed{9999999!}",
+    )
+    found = await scores(Math(limits=Limits(time_s=60.0)), group(*texts, answer="10"))
+    assert [s.outcome.value for s in found] == ["wrong"] * 4
+
+
+async def test_a_reward_works_in_any_thread() -> None:
+    # verl PR 5635, TRL PR 5281: outside the main thread math-verify raised, and every reward was 0.
+    pytest.importorskip("math_verify")
+    texts = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\sqrt{1/4}}", r"\boxed{2}")
+    found = await asyncio.to_thread(lambda: asyncio.run(values(Math(), group(*texts, answer=r"\frac12"))))
+    assert found == [1, 1, 1, 0]
+
+
+async def test_an_unreadable_answer_sets_its_row_aside_and_earns_nothing() -> None:
+    # huggingface/cookbook issue 335, open-r1 issues 293 and 566: every answer to it scored 1.
+    pytest.importorskip("math_verify")
+    good, bad = group(r"\boxed{2}", answer="2", id="a"), group(r"\boxed{2}", "x", answer="???", id="b")
+    found = await run(Math(), good, bad)
+    assert [type(r) for r in found] == [ScoredGroup, Dropped]
+    assert isinstance(found[1], Dropped)
+    assert (found[1].parent, found[1].reason) == ("b", "invalid")
+    assert found[1].detail.startswith("quarantined: row 7: answer '???'")
+
+
+async def test_a_data_set_without_a_readable_answer_ends_the_run() -> None:
+    with pytest.raises(UserError, match=r"gsm8k can score none of the first 8 prompts: .*set answer_field"):
+        await run(Gsm8k(), *(group("1", answer="none", id=str(k)) for k in range(20)))
+    with pytest.raises(UserError, match="can score none of the first 1 prompts"):
+        await run(Gsm8k(), group("1", answer="none"))
+
+
+def generous(prompt: Prompt, rollout: Rollout) -> float:
+    return 1.0
+
+
+async def test_a_reward_that_cannot_tell_right_from_wrong_ends_the_run() -> None:
+    known = (Known(answer="1", right="1", wrong="2"),)
+    with pytest.raises(UserError, match="generous can't be trusted: it finds a known wrong response '2' ok"):
+        await run(Function(function=generous, known=known), group("1"))
+    with pytest.raises(UserError, match=r"finds a known right response '1' error .*ZeroDivision"):
+        await run(Function(function=broken, known=known), group("1"))
+
+
+def broken(prompt: Prompt, rollout: Rollout) -> float:
+    return 1 / 0
+
+
+async def test_a_reward_without_verdicts_ends_the_run() -> None:
+    with pytest.raises(
+        UserError, match="broken had no verdict 256 times in a row; the last: error: ZeroDivision"
+    ):
+        await run(Function(function=broken), *(group(*"12345678", id=str(k)) for k in range(40)))
+
+
+async def test_scores_say_which_reward_gave_them() -> None:
+    first, second = [await run(Gsm8k(strict=s), group("#### 1", answer="1")) for s in (False, True)]
+    versions = {r.reward_version for r in (*first, *second) if isinstance(r, ScoredGroup)}
+    assert len(versions) == 2
+    assert all(len(v) == 16 for v in versions)
