@@ -8,6 +8,7 @@ Every rank reduces the same keys, whatever its share holds: an empty share adds 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,6 +78,21 @@ class Measures:
                 "kl": total["kl"] / tokens,
             }
         return metrics
+
+
+def over_updates(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the updates of one step: largest of what ends in `_max`, sum of tokens, mean of the rest."""
+    if len(metrics) == 1:
+        return dict(metrics[0])
+    together = {key: [m[key] for m in metrics] for key in metrics[0]}
+    return {
+        key: max(values)
+        if key.endswith("_max")
+        else sum(values)
+        if key == "tokens"
+        else sum(values) / len(values)
+        for key, values in together.items()
+    }
 
 
 def _floats(values: Tensor) -> list[float]:

@@ -42,8 +42,16 @@ class PolicyGradientConfig:
     def generator(self) -> Generator:
         return Generator(model=self.model, samples=self.samples, sampling=self.sampling, slots=self.slots)
 
-    def trainer(self, loss: Loss, aggregation: Aggregation = "token_mean") -> Trainer:
+    def trainer(
+        self,
+        loss: Loss,
+        aggregation: Aggregation = "token_mean",
+        *,
+        horizon: float | None = None,
+        minibatches: int = 1,
+        epochs: int = 1,
+    ) -> Trainer:
         return Trainer(
             model=self.model, loss=loss, steps=self.steps, optimizer=self.optimizer, aggregation=aggregation,
-            token_budget=self.token_budget,
+            horizon=horizon, minibatches=minibatches, epochs=epochs, token_budget=self.token_budget,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The trainer: one optimizer step per batch, a new version after each, published before it is announced."""
+"""The trainer: one step per batch, a new version after each, published before it is announced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread
-from arriero.components.losses import Aggregation, Loss
+from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW
 from arriero.components.sampling import Sampling
@@ -33,10 +33,11 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
 class Trainer:
-    """Trains `model` for `steps` optimizer steps, and saves it under `model/` of the run directory.
+    """Trains `model` for `steps` steps, one per batch, and saves it under `model/` of the run directory.
 
-    Micro-batches hold up to `token_budget` tokens, padding included; they don't change the result. With
-    several ranks each trains its share of every batch. `horizon` divides under `aggregation="fixed_length"`.
+    A step takes an update on each of `minibatches` equal parts of the batch, `epochs` times. Micro-batches
+    hold up to `token_budget` tokens, padding included; they don't change the result. With several ranks each
+    trains its share of every batch. `horizon` divides under `aggregation="fixed_length"`.
     """
 
     model: str
@@ -45,6 +46,8 @@ class Trainer:
     optimizer: AdamW = field(default_factory=AdamW)
     aggregation: Aggregation = "token_mean"
     horizon: PositiveFloat | None = None
+    minibatches: PositiveInt = 1
+    epochs: PositiveInt = 1
     token_budget: PositiveInt = 8192
     save: bool = True
     computes: ClassVar[bool] = True
@@ -57,6 +60,9 @@ class Trainer:
         loss = type(self.loss).__name__
         if self.aggregation == "fixed_length" and self.horizon is None:
             yield "aggregation=fixed_length needs horizon, the number of tokens to divide by"
+        if self.aggregation != "fixed_length" and self.horizon is not None:
+            yield f"aggregation={self.aggregation} doesn't read horizon={self.horizon}; leave it out"
+        yield from self._unmet(facts(self.loss), view)
         if view.staleness and not self.loss.ratio_control:
             yield f"staleness {view.staleness} with {loss}, which controls no ratio; use AIPO or a clip"
         samplers = view.upstream(Samples)  # type: ignore[type-abstract]  # an instance check needs no class
@@ -68,6 +74,18 @@ class Trainer:
                 )
         if self.loss.needs_behaviour and not samplers:
             yield f"{loss} needs behaviour log-probabilities, but nothing upstream samples; use CrossEntropy"
+
+    def _unmet(self, wants: Facts, view: GraphView) -> Iterable[str]:
+        """What the loss asks of the graph and of this configuration, and doesn't get."""
+        from arriero.components.reference import ReferenceLogprobs
+
+        loss = type(self.loss).__name__
+        if "reference" in wants.needs and not view.upstream(ReferenceLogprobs):
+            yield f"{loss} needs reference log-probabilities; put a ReferenceLogprobs before the trainer"
+        if "proximal" in wants.needs and self.minibatches * self.epochs == 1:
+            yield f"{loss} clips what later updates on a batch change; set minibatches or epochs above 1"
+        if wants.together > 1 and self.aggregation != "sequence_mean":
+            yield (f"aggregation={self.aggregation} weighs the pairs of {loss} by length; use sequence_mean")
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
         context = current()
@@ -98,6 +116,7 @@ class Trainer:
         return TrainState(
             model, tokenizer, loss=self.loss, optimizer=self.optimizer, steps=self.steps,
             token_budget=self.token_budget, aggregation=self.aggregation, horizon=self.horizon or 0,
+            minibatches=self.minibatches, epochs=self.epochs,
             group=dist.group.WORLD if dist.is_initialized() else None,
         )  # fmt: skip
 

@@ -1,10 +1,11 @@
-"""One optimizer step on one batch, on any number of ranks; no runtime, no event loop.
+"""A step on one batch, on any number of ranks; no runtime, no event loop.
 
-    batch (the same on every rank) -> this rank's micro-batches -> sum of w_t * l_t, backward
-          -> gradients and measures summed over ranks -> clip -> AdamW -> version + 1
+    batch (the same on every rank) -> minibatches -> this rank's micro-batches of each
+          -> sum of w_t * l_t, backward -> gradients and measures summed over ranks -> AdamW
+    all of them, `epochs` times -> version + 1
 
 Shape suffixes: B = rows, L = positions, V = vocabulary, T = trained tokens of a micro-batch.
-A step is all or nothing: what can be wrong with a batch, a loss or a gradient raises before the weights move.
+An update is all or nothing: what can be wrong with a batch, a loss or a gradient raises before weights move.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -13,20 +14,23 @@ A step is all or nothing: what can be wrong with a batch, a loss or a gradient r
 from __future__ import annotations
 
 import inspect
-import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from arriero.components.losses import Aggregation, Loss, sequence_weights
-from arriero.components.measures import Measures
+from arriero.components.descent import Descent
+from arriero.components.losses import Aggregation, Loss, facts, sequence_weights
+from arriero.components.measures import Measures, over_updates
 from arriero.components.optimizer import AdamW
 from arriero.components.packing import Layout, MicroBatch, check_samples, forward_length, pack, plan
+from arriero.components.policy import load_policy, token_logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,73 +38,18 @@ if TYPE_CHECKING:
 
     from arriero.schemas.messages import Batch, Sample
 
+__all__ = ["Precision", "TrainState", "load_policy", "token_logprobs"]
+
 Precision = Literal["float32", "bfloat16"]
-_BUCKET_BYTES = 64 << 20
-
-
-def load_policy(
-    path: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model (in evaluation mode: no dropout) and tokenizer from a Hugging Face model directory.
-
-    Reads safetensors only and runs no code of the directory. ValueError, naming the directory and what it
-    lacks, if it isn't one.
-    """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is not a model directory: no such directory")
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} is not a model directory: config.json is missing")
-    if not any(directory.glob("*.safetensors")):
-        raise ValueError(
-            f"{directory} is not a model directory: *.safetensors is missing (other formats aren't read)"
-        )
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise ValueError(
-            f"{directory} is not a model directory: tokenizer.json and tokenizer_config.json are missing"
-        )
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
-    )
-    tokenizer = cast(  # from_pretrained of AutoTokenizer has no annotations
-        "PreTrainedTokenizerBase",
-        AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True),
-    )
-    torch.nn.Module.to(model, device)  # the wrapper of transformers hides its signature
-    return model, tokenizer
-
-
-def token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, keeps_logits: bool) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy (nats, no gradient) [T] of the trained tokens, temperature applied.
-
-    `keeps_logits`: whether the model's forward takes `logits_to_keep`; otherwise all logits are made.
-    """
-    arguments = {"input_ids": micro.input_ids_BL, "position_ids": micro.position_ids_BL, "use_cache": False}
-    if keeps_logits:
-        logits_BKV = model(**arguments, logits_to_keep=micro.keep).logits
-    else:
-        keep = slice(-micro.keep, None) if isinstance(micro.keep, int) else micro.keep
-        logits_BKV = model(**arguments).logits[:, keep]
-    logits_TV = logits_BKV.flatten(0, 1)
-    tokens = micro.tokens
-    if len(micro.index_T) < len(logits_TV):
-        logits_TV = logits_TV.index_select(0, micro.index_T)
-    distribution_TV = (logits_TV.float() / tokens.temperatures_T[:, None]).log_softmax(-1)
-    logprobs_T = distribution_TV.gather(1, tokens.targets_T[:, None])[:, 0]
-    with torch.no_grad():
-        entropy_T = -(distribution_TV.exp() * distribution_TV).sum(-1)
-    return logprobs_T, entropy_T
 
 
 class TrainState:
-    """A policy in training: `version` is the number of optimizer steps that made its weights.
+    """A policy in training: `version` is the number of batches that made its weights, one `step` each.
 
-    With a process `group` every rank calls `step` with the same batch, trains its share of it and ends with
-    the same weights. Parameters are float32; `precision` is what the forward pass computes in.
+    A step takes an update on each of `minibatches` equal parts of the batch, `epochs` times; by default one
+    update on the whole. With a process `group` every rank calls `step` with the same batch, trains its share
+    of it and ends with the same weights. Parameters are float32; `precision` is what the forward pass
+    computes in.
     """
 
     def __init__(
@@ -114,6 +63,8 @@ class TrainState:
         token_budget: int = 8192,
         aggregation: Aggregation = "token_mean",
         horizon: float = 0,
+        minibatches: int = 1,
+        epochs: int = 1,
         layout: Layout = "padded",
         precision: Precision = "float32",
         group: dist.ProcessGroup | None = None,
@@ -127,68 +78,68 @@ class TrainState:
         model.train(False)  # dropout would make the policy another one than the generator's
         self.tokenizer = tokenizer
         self.loss = loss
-        self.optimizer = optimizer
-        self.steps = steps
         self.version = 0
+        self._facts = facts(loss)
         self._cut: tuple[int, Layout] = (token_budget, layout)
         self._aggregation: tuple[Aggregation, float] = (aggregation, horizon)
+        self._updates = (minibatches, epochs)
         self._precision = precision
         self._group = group
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._adamw = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._descent = Descent(trained, optimizer, steps=steps, group=group)
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Train on `batch` once; measures of the step, the same on every rank.
 
-        ValueError for a batch that can't be trained on, FloatingPointError for a loss or gradient that isn't
-        finite; the weights are then as before.
+        ValueError for a batch that can't be trained on; the weights are then as before. FloatingPointError
+        for a loss or gradient that isn't finite; that update isn't taken.
         """
-        micros = self.micro_batches(batch)
-        measures = Measures(self.model.device, off_policy=all(s.logprobs is not None for s in batch.samples))
-        for p in self._parameters.values():
-            p.grad = None
-        for micro in micros:
-            with torch.autocast(
-                self.model.device.type, torch.bfloat16, enabled=self._precision == "bfloat16"
-            ):
-                logprobs_T, entropy_T = token_logprobs(self.model, micro, keeps_logits=self._keeps_logits)
-            loss = self._weighted(logprobs_T, micro)
-            torch.autograd.backward(loss)
-            with torch.no_grad():
-                measures.add(
-                    loss, logprobs_T, entropy_T, micro.tokens, self.loss.clipped(logprobs_T, micro.tokens)
-                )
-        metrics = measures.totals(self._group, digest=_digest(batch.samples))
-        metrics |= self._update(metrics["loss"])
-        if measures.off_policy:
+        minibatches, epochs = self._updates
+        off_policy = all(s.logprobs is not None for s in batch.samples)
+        self._check(batch)
+        parts = [self.micro_batches(part) for part in _parts(batch, minibatches, self._facts.together)]
+        if "proximal" in self._facts.needs and len(parts) * epochs > 1:
+            parts = [[self._with_proximal(micro) for micro in micros] for micros in parts]
+        digest = _digest(batch.samples)
+        metrics = over_updates(
+            [
+                self._update(micros, off_policy=off_policy, digest=digest)
+                for _ in range(epochs)
+                for micros in parts
+            ]
+        )
+        self.version += 1
+        if off_policy:
             metrics["reward"] = float(np.mean([s.reward for s in batch.samples]))
         return metrics
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """This rank's share of `batch`, on its device; ValueError if the batch can't be trained on."""
+        """This rank's share of `batch`, on its device, weighed so that it is one update."""
         samples = batch.samples
-        check_samples(samples, context=getattr(self.model.config, "max_position_embeddings", None))
-        if self.loss.needs_behaviour and (bare := sorted({s.group for s in samples if s.logprobs is None})):
-            raise ValueError(
-                f"{type(self.loss).__name__} needs log-probabilities; the samples of {bare} have none"
-            )
         aggregation, horizon = self._aggregation
         counts = np.array([s.mask.sum() for s in samples], dtype=np.int64)
         weights = sequence_weights(counts, aggregation, horizon=horizon)
         token_budget, layout = self._cut
         ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
         shares = plan(
-            [forward_length(s) for s in samples], token_budget=token_budget, ranks=ranks, layout=layout
+            [forward_length(s) for s in samples],
+            token_budget=token_budget,
+            ranks=ranks,
+            layout=layout,
+            together=self._facts.together,
         )
         return [pack(samples, m, weights, layout=layout, device=self.model.device) for m in shares[rank]]
+
+    def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [T] of the trained tokens under the weights of now."""
+        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
+            return token_logprobs(
+                self.model,
+                micro,
+                keeps_logits=self._keeps_logits,
+                entropy_gradient="entropy" in self._facts.needs,
+            )
 
     def state_dict_for_weights(self) -> dict[str, Tensor]:
         """Name -> tensor of the policy: what `save` writes, a tensor that several names share once."""
@@ -213,29 +164,61 @@ class TrainState:
     def checkpoint(self) -> dict[str, Tensor]:
         """Everything `restore` needs to go on bit for bit, as live tensors: weights, moments, version."""
         tensors = {f"model.{name}": t for name, t in self.state_dict_for_weights().items()}
-        for name, parameter in self._parameters.items():
-            moments: Mapping[str, Tensor] = self._adamw.state.get(parameter, {})
-            tensors |= {f"{key}.{name}": moments[key] for key in ("exp_avg", "exp_avg_sq") if key in moments}
-        return tensors | {"version": torch.tensor(self.version)}
+        return tensors | self._descent.checkpoint() | {"version": torch.tensor(self.version)}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `checkpoint` gave; ValueError naming the tensors that are missing."""
-        own = self.checkpoint().keys() - {
-            f"{k}.{n}" for n in self._parameters for k in ("exp_avg", "exp_avg_sq")
-        }
-        version = int(tensors["version"]) if "version" in tensors else 0
-        if version > 0:
-            own |= {f"{k}.{n}" for n in self._parameters for k in ("exp_avg", "exp_avg_sq")}
+        own = {f"model.{name}" for name in self.state_dict_for_weights()}
+        own |= {"version"} | self._descent.wanted(tensors)
         if missing := sorted(own - tensors.keys()):
             raise ValueError(f"the checkpoint lacks {len(missing)} of {len(own)} tensors: {missing[:3]}")
         with torch.no_grad():
             for name, tensor in self.state_dict_for_weights().items():
                 tensor.copy_(tensors[f"model.{name}"])
-        self._adamw.state.clear()
-        for name, p in self._parameters.items() if version > 0 else ():
-            moments = {k: tensors[f"{k}.{name}"].to(p.device, copy=True) for k in ("exp_avg", "exp_avg_sq")}
-            self._adamw.state[p] = {"step": torch.tensor(float(version), device=p.device), **moments}
-        self.version = version
+        self._descent.restore(tensors)
+        self.version = int(tensors["version"])
+
+    def _check(self, batch: Batch) -> None:
+        """ValueError for a batch that can't be trained on."""
+        samples = batch.samples
+        check_samples(samples, context=getattr(self.model.config, "max_position_embeddings", None))
+        name = type(self.loss).__name__
+        if self.loss.needs_behaviour and (bare := sorted({s.group for s in samples if s.logprobs is None})):
+            raise ValueError(f"{name} needs log-probabilities; the samples of {bare} have none")
+        unread = sorted({s.group for s in samples if s.reference is None})
+        if "reference" in self._facts.needs and unread:
+            raise ValueError(f"{name} needs reference log-probabilities; the samples of {unread} have none")
+        if not any(s.mask.any() for s in samples):
+            raise ValueError("trained tokens = 0 in the whole batch: every mask is empty")
+
+    def _with_proximal(self, micro: MicroBatch) -> MicroBatch:
+        with torch.no_grad():
+            logprobs_T, _ = self.logprobs(micro)
+        return replace(micro, tokens=replace(micro.tokens, proximal_T=logprobs_T))
+
+    def _update(self, micros: Sequence[MicroBatch], *, off_policy: bool, digest: int) -> dict[str, float]:
+        """One optimizer update on all `micros` of all ranks, and its measures."""
+        measures = Measures(self.model.device, off_policy=off_policy)
+        self._descent.clear()
+        for micro in micros:
+            logprobs_T, entropy_T = self.logprobs(micro)
+            micro = self._completed(micro, logprobs_T, entropy_T)
+            loss = self._weighted(logprobs_T, micro)
+            torch.autograd.backward(loss)
+            with torch.no_grad():
+                clipped_T = self.loss.clipped(logprobs_T, micro.tokens)
+                measures.add(loss, logprobs_T, entropy_T, micro.tokens, clipped_T)
+        metrics = measures.totals(self._group, digest=digest)
+        return metrics | self._descent.update(metrics["loss"], version=self.version)
+
+    def _completed(self, micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> MicroBatch:
+        """With what the forward pass itself gives to a loss that needs it."""
+        tokens, needs = micro.tokens, self._facts.needs
+        if "entropy" in needs:
+            tokens = replace(tokens, entropy_T=entropy_T)
+        if "proximal" in needs and tokens.proximal_T is None:  # the only update: nothing has moved yet
+            tokens = replace(tokens, proximal_T=logprobs_T.detach())
+        return replace(micro, tokens=tokens)
 
     def _weighted(self, logprobs_T: Tensor, micro: MicroBatch) -> Tensor:
         losses_T = self.loss(logprobs_T, micro.tokens)
@@ -246,49 +229,13 @@ class TrainState:
             )
         return (losses_T * micro.tokens.weights_T).sum()
 
-    def _update(self, loss: float) -> dict[str, float]:
-        """Sum, check and clip the gradients, take the optimizer step."""
-        for p in self._parameters.values():
-            if p.grad is None:  # unused here: decayed all the same, as on a rank that did use it
-                p.grad = torch.zeros_like(p)
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if self._group is not None:
-            _sum_over_ranks(gradients, self._group)
-        norm = torch.nn.utils.get_total_norm(gradients)
-        grad_norm = float(norm)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise FloatingPointError(
-                f"step {self.version}: loss {loss}, gradient norm {grad_norm}; weights unchanged"
-            )
-        torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self.optimizer.max_grad_norm, norm)
-        rate = self.optimizer.learning_rate(self.version, steps=self.steps)
-        for parameters in self._adamw.param_groups:
-            parameters["lr"] = rate
-        self._adamw.step()
-        self.version += 1
-        return {"grad_norm": grad_norm, "lr": rate}
 
-
-def _sum_over_ranks(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """In place, in buckets of equal dtype, so that many small tensors cost one exchange."""
-    bucket: list[Tensor] = []
-
-    def flush() -> None:
-        flat = torch.cat([g.flatten() for g in bucket])
-        dist.all_reduce(flat, group=group)
-        for gradient, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-        bucket.clear()
-
-    for gradient in gradients:
-        if bucket and (
-            gradient.dtype != bucket[0].dtype
-            or sum(g.nbytes for g in bucket) + gradient.nbytes > _BUCKET_BYTES
-        ):
-            flush()
-        bucket.append(gradient)
-    if bucket:
-        flush()
+def _parts(batch: Batch, minibatches: int, together: int) -> list[Batch]:
+    """At most `minibatches` runs of samples, as equal as can be, each with something to train on."""
+    terms = len(batch.samples) // together
+    bounds = [round(i * terms / minibatches) * together for i in range(minibatches)] + [len(batch.samples)]
+    parts = [batch.samples[begin:end] for begin, end in pairwise(bounds)]
+    return [batch.model_copy(update={"samples": part}) for part in parts if any(s.mask.any() for s in part)]
 
 
 def _digest(samples: Iterable[Sample]) -> int:
