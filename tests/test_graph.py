@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
@@ -413,9 +413,7 @@ class AnyNumber:
 
 
 class NoIterator:
-    async def run(  # type: ignore[misc]
-        self,
-    ) -> Prompt:  # pyright: ignore[reportReturnType]
+    async def run(self) -> AsyncIterable[Prompt]:
         yield Prompt(text="")
 
 
@@ -439,7 +437,7 @@ def no_record(a: Prompt) -> int:
         (TwoRecords(), "TwoRecords.run is annotated as"),
         (NoAnnotation(), "NoAnnotation.run: prompts is not annotated; name its record type"),
         (AnyNumber(), "AnyNumber.run: prompts takes any number; give each input a name"),
-        (NoIterator(), "NoIterator.run gives Prompt; annotate it as AsyncIterator[...] of a record"),
+        (NoIterator(), "NoIterator.run gives AsyncIterable; annotate it as AsyncIterator[...] of a record"),
         (each(two_parameters), "two_parameters takes 2 parameters; a function of one record is needed"),  # type: ignore[arg-type]
         (each(no_record), "no_record is annotated as int; one record type is needed"),  # type: ignore[type-var]
         (each(NAMELESS), "<lambda>: prompt is not annotated"),

@@ -35,7 +35,7 @@ class Packed:
                 raise ValueError(f"a numpy array of {want} is needed, not {type(value).__name__}")
             if value.dtype is not want and value.dtype != want:
                 raise ValueError(f"dtype {value.dtype} where {want} is needed; convert it where it is made")
-            if value.ndim != 1 or value.strides[0] != want.itemsize:
+            if value.ndim != 1 or not value.flags.c_contiguous:
                 raise ValueError(f"shape {value.shape} where one contiguous dimension is needed")
             base = value.base
             # Whoever holds a writable base could still change this part of it.
