@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -165,7 +164,6 @@ def _plain(value: Any) -> Any:
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, Message):
         return type(value), {f: _plain(getattr(value, f)) for f in type(value).model_fields}
-    if isinstance(value, tuple):
-        items: Sequence[Any] = value
-        return tuple(_plain(v) for v in items)
+    if type(value) in (tuple, list):  # isinstance would leave the items unknown
+        return type(value), [_plain(v) for v in value]
     return type(value), value

@@ -1,4 +1,4 @@
-"""The graph for people: Mermaid, SVG, and the table of who consumes, produces, waits for and is unblocked by what."""
+"""The graph for people: Mermaid, SVG, and the table of who waits for what and is unblocked by whom."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Iterator
 from html import escape
 
 from arriero.engine.rates import capacities, windows
-from arriero.schemas.graph import GraphSpec, NodeSpec
+from arriero.schemas.graph import GraphSpec, InputSpec, NodeSpec
 
-BOX_W, BOX_H, GAP_X, GAP_Y, MARGIN = 168, 52, 96, 34, 24
+BOX_H, GAP_Y, LOOP_H, MARGIN = 52, 38, 40, 28
+LETTER_W = 7  # of 12 px sans-serif, and a little more
+INK, ORANGE = "#4a5568", "#c05621"
 
 
 def mermaid(spec: GraphSpec) -> str:
     """A Mermaid flowchart: records on solid edges, loops dotted with their staleness bound."""
-    lines = ["flowchart LR", *(f'    {n.name}["{_title(n)}<br/><small>{_class(n)}</small>"]' for n in spec.nodes)]
+    # Ids get a prefix: a node may be called `end` or `style`, which Mermaid takes for its own words.
+    lines = ["flowchart LR"]
+    lines += [f'    n_{n.name}["{_title(n)}<br/><small>{_class(n)}</small>"]' for n in spec.nodes]
     for n in spec.nodes:
-        lines += [f"    {n.name} -->|{_short(i.record)}| {c.name}" for c, i in spec.consumers(n.name)]
+        lines += [f"    n_{n.name} -->|{_label(i)}| n_{c.name}" for c, i in spec.consumers(n.name)]
     for loop in spec.loops:
         label = f"{_short(loop.record)}, staleness ≤ {loop.staleness}"
-        lines += [f"    {loop.producer} -.->|{label}| {c}" for c in _readers(spec, loop.name)]
+        lines += [f"    n_{loop.producer} -.->|{label}| n_{reader}" for reader in _readers(spec, loop.name)]
     return "\n".join(lines) + "\n"
 
 
@@ -39,76 +43,109 @@ def table(spec: GraphSpec) -> list[tuple[str, str, str, str, str]]:
             waits.append(f"room on its edge ({limits[n.name].messages} records)")
             frees += readers
         takes = ", ".join(f"{i.consumes} {_short(i.record)}" for i in n.inputs) or "-"
-        rows.append((n.name, takes, f"{n.produces} {_short(n.output)}", "; ".join(waits), ", ".join(dict.fromkeys(frees))))
+        gives = f"{n.produces} {_short(n.output)}"
+        rows.append((n.name, takes, gives, "; ".join(waits), ", ".join(dict.fromkeys(frees))))
     return rows
 
 
 def svg(spec: GraphSpec) -> str:
     """A self-contained SVG: layers from left to right by distance from the sources, loops as arcs below."""
     place = _layout(spec)
-    width = max(x for x, _ in place.values()) + BOX_W + MARGIN
+    box = _box_width(spec)
+    width = max(x for x, _ in place.values()) + box + MARGIN
     bottom = max(y for _, y in place.values()) + BOX_H
-    height = bottom + MARGIN + 44 * len(spec.loops)
-    body = [*_edges(spec, place), *_loops(spec, place, bottom), *_boxes(spec, place)]
+    height = bottom + MARGIN + LOOP_H * len(spec.loops)
+    body = [*_edges(spec, place, box), *_loops(spec, place, box, bottom), *_boxes(spec, place, box)]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12">\n'
-        f'<title>{escape(spec.name)}</title>\n<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" '
-        'markerWidth="8" markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="#4a5568"/></marker></defs>\n'
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="12">\n'
+        f"<title>{escape(spec.name)}</title>\n<defs>{_tip('tip', INK)}{_tip('looptip', ORANGE)}</defs>\n"
+        f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 
+def _tip(name: str, colour: str) -> str:
+    return (
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
+        f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{colour}"/></marker>'
+    )
+
+
+def _box_width(spec: GraphSpec) -> int:
+    longest = max(len(text) for n in spec.nodes for text in (_title(n), _class(n)))
+    return max(120, LETTER_W * longest + 28)
+
+
 def _layout(spec: GraphSpec) -> dict[str, tuple[int, int]]:
+    """Upper left corner of each node's box; boxes of a layer stand below one another."""
     depth: dict[str, int] = {}
     for n in spec.nodes:  # nodes read only streams that stand before them, so one pass suffices
         depth[n.name] = 1 + max((depth[i.source] for i in n.inputs if not i.loop), default=-1)
     layers: dict[int, list[str]] = {}
     for name, level in depth.items():
         layers.setdefault(level, []).append(name)
+    labels = [_label(i) for n in spec.nodes for i in n.inputs if not i.loop]
+    step = _box_width(spec) + max(64, LETTER_W * max(map(len, labels), default=0) + 30)
     return {
-        name: (MARGIN + level * (BOX_W + GAP_X), MARGIN + row * (BOX_H + GAP_Y))
+        name: (MARGIN + level * step, MARGIN + row * (BOX_H + GAP_Y))
         for level, names in layers.items()
         for row, name in enumerate(names)
     }
 
 
-def _boxes(spec: GraphSpec, place: dict[str, tuple[int, int]]) -> Iterator[str]:
+def _boxes(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int) -> Iterator[str]:
     for n in spec.nodes:
         x, y = place[n.name]
-        middle = x + BOX_W // 2
+        behind = 2 if n.replicas > 1 or n.ranks > 1 else 0  # copies show as cards in a pile
+        for k in range(behind, -1, -1):
+            yield (
+                f'<rect x="{x + 4 * k}" y="{y - 4 * k}" width="{box}" height="{BOX_H}" rx="8" '
+                f'fill="#ebf4ff" stroke="#2b6cb0"/>'
+            )
+        middle = x + box // 2
         yield (
-            f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="8" fill="#ebf4ff" stroke="#2b6cb0"/>'
-            f'<text x="{middle}" y="{y + 22}" text-anchor="middle" font-weight="bold">{escape(_title(n))}</text>'
-            f'<text x="{middle}" y="{y + 39}" text-anchor="middle" fill="#4a5568">{escape(_class(n))}</text>'
+            f'<text x="{middle}" y="{y + 22}" text-anchor="middle" font-weight="bold" fill="#1a365d">'
+            f"{escape(_title(n))}</text>"
+            f'<text x="{middle}" y="{y + 39}" text-anchor="middle" fill="{INK}">{escape(_class(n))}</text>'
         )
 
 
-def _edges(spec: GraphSpec, place: dict[str, tuple[int, int]]) -> Iterator[str]:
+def _edges(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int) -> Iterator[str]:
     for n in spec.nodes:
         for c, i in spec.consumers(n.name):
             (x1, y1), (x2, y2) = place[n.name], place[c.name]
-            x1, y1, y2 = x1 + BOX_W, y1 + BOX_H // 2, y2 + BOX_H // 2
+            x1, y1, y2 = x1 + box, y1 + BOX_H // 2, y2 + BOX_H // 2
             half = (x1 + x2) // 2
             yield (
-                f'<path d="M{x1} {y1}C{half} {y1} {half} {y2} {x2} {y2}" fill="none" stroke="#4a5568" '
+                f'<path d="M{x1} {y1}C{half} {y1} {half} {y2} {x2} {y2}" fill="none" stroke="{INK}" '
                 'marker-end="url(#tip)"/>'
-                f'<text x="{half}" y="{(y1 + y2) // 2 - 6}" text-anchor="middle">{escape(_short(i.record))}</text>'
             )
+            yield _text(half, (y1 + y2) // 2 - 6, _label(i), INK)
 
 
-def _loops(spec: GraphSpec, place: dict[str, tuple[int, int]], bottom: int) -> Iterator[str]:
+def _loops(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int, bottom: int) -> Iterator[str]:
     for number, loop in enumerate(spec.loops):
+        low = bottom + 28 + LOOP_H * number
         for reader in _readers(spec, loop.name):
-            x1, y1 = place[loop.producer][0] + BOX_W // 2, place[loop.producer][1] + BOX_H
-            x2, y2 = place[reader][0] + BOX_W // 2, place[reader][1] + BOX_H
-            low = bottom + 26 + 40 * number
-            label = f"{_short(loop.record)} (staleness ≤ {loop.staleness})"
+            # Apart by number, so that two loops at one box don't cover each other.
+            x1, y1 = place[loop.producer][0] + box // 2 + 8 * number, place[loop.producer][1] + BOX_H
+            x2, y2 = place[reader][0] + box // 2 - 8 * number, place[reader][1] + BOX_H
+            turn = 14 if x2 < x1 else -14
             yield (
-                f'<path d="M{x1} {y1}C{x1} {low} {x1} {low} {x1 - 30} {low}L{x2 + 30} {low}C{x2} {low} {x2} {low} '
-                f'{x2} {y2}" fill="none" stroke="#c05621" stroke-dasharray="6 4" marker-end="url(#tip)"/>'
-                f'<text x="{(x1 + x2) // 2}" y="{low - 6}" text-anchor="middle" fill="#c05621">{escape(label)}</text>'
+                f'<path d="M{x1} {y1}V{low - 14}Q{x1} {low} {x1 - turn} {low}H{x2 + turn}'
+                f'Q{x2} {low} {x2} {low - 14}V{y2}" fill="none" stroke="{ORANGE}" stroke-width="1.5" '
+                'stroke-dasharray="6 4" marker-end="url(#looptip)"/>'
             )
+            label = f"{_short(loop.record)}, staleness ≤ {loop.staleness}"
+            yield _text((x1 + x2) // 2, low - 6, label, ORANGE)
+
+
+def _text(x: int, y: int, text: str, colour: str) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="middle" fill="{colour}">{escape(text)}</text>'
+
+
+def _label(port: InputSpec) -> str:
+    return f"{port.consumes} {_short(port.record)}" if port.consumes > 1 else _short(port.record)
 
 
 def _readers(spec: GraphSpec, loop: str) -> list[str]:
