@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arriero.components.advantage import GroupAdvantage
+from arriero.components.overlong import OverlongPenalty
 from arriero.engine.graph import Graph, Rates
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import (
@@ -240,3 +241,64 @@ def test_check_refuses_groups_too_small_for_the_baseline() -> None:
 def test_a_firing_takes_as_many_groups_as_a_batch_holds() -> None:
     assert GroupAdvantage(groups=5).rates() == Rates(consumes={"scored": 5})
     Graph("g").add(GroupAdvantage(groups=5))
+
+
+def with_raw(record: ScoredGroup, *raw: float) -> ScoredGroup:
+    scores = tuple(
+        score.model_copy(update={"raw": value}) for score, value in zip(record.scores, raw, strict=True)
+    )
+    return record.model_copy(update={"scores": scores})
+
+
+async def test_a_group_without_a_signal_is_judged_by_its_rewards_before_shaping() -> None:
+    component = GroupAdvantage(groups=1, filter_constant=True)
+    shaped = with_raw(scored(0, 1.0, 0.5), 1.0, 1.0)
+    levelled = with_raw(scored(1, 0.5, 0.5), 1.0, 0.5)
+    found = await run(component, shaped, levelled)
+    assert [(d.parent, d.detail) for d in dropped(found)] == [("s0", "all rewards are 1.0")]
+    assert [b.parents for b in kept(found)] == [("s1",)]
+
+
+def truncated(record: ScoredGroup, *which: int) -> ScoredGroup:
+    rollouts = tuple(
+        r.model_copy(update={"finish": "length"}) if i in which else r
+        for i, r in enumerate(record.group.rollouts)
+    )
+    return record.model_copy(update={"group": record.group.model_copy(update={"rollouts": rollouts})})
+
+
+async def test_a_truncated_response_has_part_in_the_baseline_only() -> None:
+    component = GroupAdvantage(groups=1, baseline="mean", truncated="baseline_only")
+    found = await run(component, truncated(scored(0, 1, 0, 0, 0), 1, 2), truncated(scored(1, 1, 0), 0, 1))
+    (batch,) = kept(found)
+    assert [s.advantages[2] for s in batch.samples] == [0.75, -0.25]
+    assert [(d.parent, d.detail) for d in dropped(found)] == [("s1", "every response is truncated")]
+
+
+async def test_whitening_is_over_the_tokens_of_a_batch() -> None:
+    # Advantages 1/2, -1/2, 1/4, -1/4 on two tokens each: mean 0, sum of squares 1.25, over 7.
+    component = GroupAdvantage(groups=2, baseline="mean", whiten=True)
+    (batch,) = kept(await run(component, scored(0, 1.0, 0.0), scored(1, 1.0, 0.5)))
+    deviation = (1.25 / 7) ** 0.5
+    expected = [a / deviation for a in (0.5, -0.5, 0.25, -0.25)]
+    assert [s.advantages[4] for s in batch.samples] == pytest.approx(expected, abs=1e-5)
+    assert [s.advantages[3] for s in batch.samples] == [0, 0, 0, 0]
+
+
+async def test_the_length_weighted_baseline_weighs_by_sampled_tokens() -> None:
+    (batch,) = kept(await run(GroupAdvantage(groups=1, baseline="length_weighted"), scored(0, 1, 0, 0, 0)))
+    assert [s.advantages[2] for s in batch.samples] == [0.75, -0.25, -0.25, -0.25]
+
+
+async def test_the_penalty_for_length_keeps_the_reward_before_it() -> None:
+    # Every response has two sampled tokens: half of the way from 1 to 3.
+    component = OverlongPenalty(max_length=3, buffer=2)
+    records = [scored(0, 1.0, 0.0, ERROR), scored(1, 1.0, 1.0, split="eval")]
+    shaped, held_out = kept(await outputs(component.run(stream(records, ScoredGroup))))
+    assert [s.value for s in shaped.scores] == [0.5, -0.5, 0.0]
+    assert [s.raw for s in shaped.scores] == [1.0, 0.0, None]
+    assert shaped.parents == ("s0",)
+    assert held_out.scores == records[1].scores
+    found = await run(GroupAdvantage(groups=1, filter_constant=True), shaped)
+    assert [s.advantages[2] for s in kept(found)[0].samples] == [1, -1]
+    assert list(OverlongPenalty(max_length=3, buffer=4).problems(Alone()))

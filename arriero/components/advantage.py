@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.advantages import Baseline, group_advantage
+from arriero.components.advantages import Baseline, group_advantage, is_constant, whitened_tokens
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.runtime.context import admission_order, count
 from arriero.engine.stream import Stream
@@ -37,6 +37,11 @@ class GroupAdvantage:
     Rollouts without a verdict (error, timeout) count neither in the baseline nor in the batch; a group that
     is then too small for its baseline is dropped as invalid. Held-out groups are dropped as filtered.
 
+    filter_constant drops groups whose raw rewards, before penalties and shaping, are all equal: dynamic
+    sampling (DAPO, arXiv:2503.14476, section 3.2). truncated: a response that ended at the limit of tokens is
+    trained on, or has part in the `baseline_only` (DAPO's overlong filter, section 3.4). whiten: advantages
+    of a batch have mean 0 and variance 1 over its tokens (REINFORCE++, arXiv:2501.03262).
+
     In a deterministic run a batch holds the groups with the smallest admission numbers that weren't dropped,
     in that order, whatever the order of arrival. A missing number may still come, or was dropped elsewhere;
     it is known to be gone once (staleness + 1) * groups are held, since no more are ever admitted, not
@@ -47,9 +52,9 @@ class GroupAdvantage:
     groups: PositiveInt
     baseline: Baseline = "leave_one_out"
     std: bool = False
-    filter_constant: bool = (
-        False  # drop groups whose rewards are all equal (DAPO, arXiv:2503.14476, section 3.2)
-    )
+    whiten: bool = False
+    filter_constant: bool = False
+    truncated: Literal["train", "baseline_only"] = "train"
     drop_last: bool = False  # the part of a batch at the end of the stream
 
     def rates(self) -> Rates:
@@ -72,10 +77,10 @@ class GroupAdvantage:
             else:
                 waiting.add(_origin(record), _Ready(id=record.id, samples=ready))
             while groups := waiting.next(ordered=ordered):
-                yield _batch(groups)
+                yield _batch(groups, whiten=self.whiten)
         for groups in waiting.rest(ordered=ordered):
             if len(groups) == self.groups or not self.drop_last:
-                yield _batch(groups)
+                yield _batch(groups, whiten=self.whiten)
             else:
                 for group in groups:
                     yield Dropped(
@@ -108,19 +113,28 @@ class GroupAdvantage:
             return Dropped(
                 parent=record.id, reason="invalid", detail=f"{len(usable)} rollouts with a verdict: {why}"
             )
-        values = [score.value for _, score in usable]
-        if self.filter_constant and len(set(values)) == 1:
-            return Dropped(parent=record.id, reason="filtered", detail=f"all rewards are {values[0]}")
-        advantages = group_advantage(values, baseline=self.baseline, std=self.std)
-        return tuple(
+        raw = [score.value if score.raw is None else score.raw for _, score in usable]
+        if self.filter_constant and is_constant(raw):
+            return Dropped(parent=record.id, reason="filtered", detail=f"all rewards are {raw[0]}")
+        advantages = group_advantage(
+            [score.value for _, score in usable],
+            baseline=self.baseline,
+            std=self.std,
+            lengths=[int(rollout.mask.sum()) for rollout, _ in usable],
+        )
+        samples = tuple(
             _sample(record, rollout, score, float(advantage))
             for (rollout, score), advantage in zip(usable, advantages, strict=True)
+            if self.truncated == "train" or rollout.finish != "length"
         )
+        if not samples:
+            return Dropped(parent=record.id, reason="filtered", detail="every response is truncated")
+        return samples
 
     def _too_small(self, size: int) -> str:
         """Why a group of `size` rewards has no such advantage; empty if it has."""
         try:
-            group_advantage(np.zeros(size), baseline=self.baseline, std=self.std)
+            group_advantage(np.zeros(size), baseline=self.baseline, std=self.std, lengths=np.ones(size))
         except ValueError as error:
             return str(error)
         return ""
@@ -150,10 +164,22 @@ class _Ready:
     samples: tuple[Sample, ...]
 
 
-def _batch(groups: list[_Ready]) -> Batch:
+def _batch(groups: list[_Ready], *, whiten: bool) -> Batch:
     samples = tuple(s for g in groups for s in g.samples)
+    if whiten and sum(int(s.mask.sum()) for s in samples) > 1:
+        samples = _whitened(samples)
     origins = tuple(sorted({s.origin for s in samples if s.origin >= 0}))
     return Batch(parents=tuple(g.id for g in groups), origins=origins, samples=samples)
+
+
+def _whitened(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+    changed = whitened_tokens([s.advantages[s.mask] for s in samples])
+    out: list[Sample] = []
+    for sample, values in zip(samples, changed, strict=True):
+        advantages = np.zeros(len(sample.mask), np.float32)
+        advantages[sample.mask] = values
+        out.append(sample.model_copy(update={"advantages": advantages}))
+    return tuple(out)
 
 
 @plain_dataclass(kw_only=True)
