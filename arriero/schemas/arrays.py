@@ -35,12 +35,14 @@ class Packed:
                 raise ValueError(f"a numpy array of {want} is needed, not {type(value).__name__}")
             if value.dtype is not want and value.dtype != want:
                 raise ValueError(f"dtype {value.dtype} where {want} is needed; convert it where it is made")
-            if value.ndim != 1 or not value.flags.c_contiguous:
+            if value.ndim != 1 or not (flags := value.flags).c_contiguous:
                 raise ValueError(f"shape {value.shape} where one contiguous dimension is needed")
             base = value.base
             # Whoever holds a writable base could still change this part of it.
-            if base is not None and (value.flags.writeable or _writable(base)):
+            if base is not None and (flags.writeable or _writable(base)):
                 value = value.copy()
+            elif not flags.writeable:
+                return value
             value.setflags(write=False)
             return value
 
