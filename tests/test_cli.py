@@ -152,7 +152,7 @@ def test_a_toy_pipeline_is_checked_and_shown(tmp_path: Path, toy: str) -> None:
         "staleness 1 default",
         "answers answers 3 1 1 0 -",
         "node consumes produces waits for unblocked by",
-        "learn -.->|Weights, staleness ≤ 1| answers",
+        "n_learn -.->|Weights, staleness ≤ 1| n_answers",
     ):
         assert line in lines
 
@@ -225,7 +225,7 @@ def test_every_mistake_of_a_command_line_is_one_line(tmp_path: Path, toy: str) -
         (["list", "all"], "list takes no arguments, got all"),
         (
             ["run", "toy.py", "--data", "x", "--trainers", "2"],
-            "learn: it closes a loop, so its versions",
+            "learn: it closes a loop, so it has one replica",
         ),
         (["run", "toy.py", "--data", "x", "--staleness=-1"], "loop weights: staleness -1 is negative"),
         (["run", "toy.py", "--data", "x", "--json"], "--picture and --json belong to arriero check"),
