@@ -24,7 +24,7 @@ from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer
 from arriero.engine.runtime import WaitTimeout, node, run_role
 from arriero.engine.runtime.inputs import EdgeSource, LoopSource
-from arriero.engine.runtime.journal import announce, follow_control
+from arriero.engine.runtime.journal import Progress, announce, follow_control
 from arriero.engine.runtime.role import Stopped
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Stream
@@ -333,12 +333,12 @@ async def test_a_run_sees_nothing_of_another_on_the_same_server(
     nats_server: NatsServer, run_name: str
 ) -> None:
     """prime-rl PR 2304: a fresh run trained on rollouts of an old one."""
-    for name in (run_name, f"{run_name}b"):
-        engine = Engine("nats", name, nats_server)
+    first, second = Engine("nats", run_name, nats_server), Engine("nats", f"{run_name}b", nats_server)
+    for engine in (first, second):
         played = await play(graph(trainer=Noting(steps=2)), engine)
-        assert check_books(played, name, staleness=1, groups=4).trained == 8
-        if name != run_name:
-            await engine.close()
+        assert check_books(played, engine.run, staleness=1, groups=4).trained == 8
+    await first.close()
+    await second.close()
 
 
 # --- inputs, one by one -----------------------------------------------------------------------------------
@@ -453,3 +453,20 @@ async def test_a_deterministic_generator_gets_exactly_the_version_it_asks_for_or
     await _announce(broker, 4, 5)
     assert (await waiting).version == 4
     await source.stop()
+
+
+async def test_a_node_that_failed_and_was_started_again_has_ended_only_when_it_ends_well() -> None:
+    broker = MemoryBroker()
+    spec = line(Few())
+    await broker.declare([], ["control"])
+    progress = Progress(spec, broker)
+    following = asyncio.create_task(progress.follow())
+    await announce(broker, Ended(node="sink", replica=0, error="ZeroDivisionError: the third prompt"))
+    await asyncio.sleep(0.01)
+    assert not progress.sinks_ended.is_set()
+    for _ in range(2):
+        await announce(broker, Ended(node="sink", replica=0))
+    await asyncio.sleep(0.01)
+    assert progress.sinks_ended.is_set()
+    assert progress.consumers_left["prompts"].is_set()
+    following.cancel()

@@ -48,8 +48,10 @@ async def follow_ledger(broker: Broker) -> AsyncIterator[Event]:
 
 
 async def announce(broker: Broker, message: Control) -> None:
-    """Append `message` to the control log."""
-    name = f"ended:{message.node}:{message.replica}" if isinstance(message, Ended) else "stop"
+    """Append `message` to the control log. A replica can fail, start again and end well: two messages."""
+    name = "stop"
+    if isinstance(message, Ended):
+        name = f"{'failed' if message.error else 'ended'}:{message.node}:{message.replica}"
     await broker.append(CONTROL_LOG, name, CONTROL.dump_json(message))
 
 
@@ -60,7 +62,7 @@ async def follow_control(broker: Broker) -> AsyncIterator[Control]:
 
 
 class Progress:
-    """Which nodes have ended, from the control log; somebody has to run `follow`."""
+    """Which nodes have ended well, from the control log; somebody has to run `follow`."""
 
     def __init__(self, spec: GraphSpec, broker: Broker) -> None:
         self._spec, self._broker = spec, broker
@@ -76,9 +78,11 @@ class Progress:
     async def follow(self) -> None:
         async for message in follow_control(self._broker):
             match message:
-                case Ended():
+                case Ended(error=""):
                     self._ended[message.node].add(message.replica)
                     self._update()
+                case Ended():  # whoever supervises the run decides: start it again, or stop all
+                    pass
                 case Stop():
                     self.stopped.set()
 

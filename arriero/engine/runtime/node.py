@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from arriero.engine.broker import Broker, Lease
 from arriero.engine.graph import Graph, HasWant, Node, PerRecord
-from arriero.engine.rates import windows
+from arriero.engine.rates import repetitions, windows
 from arriero.engine.runtime.context import Context, enter
 from arriero.engine.runtime.guard import Ahead, guarded, trained
 from arriero.engine.runtime.inputs import EdgeSource, LoopSource
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from arriero.engine.runtime.spmd import World
 
 _log = logging.getLogger(__name__)
+_RECORDS_AHEAD = 4  # hides the way to the engine and back behind the work on a record
 LEAVE_S = 5.0  # for a component to clean up; one that computes in a thread can't be broken off
 
 
@@ -62,6 +63,7 @@ class NodeRunner:
         self.clock = NodeClock(name, bound_s=options.wait_bound_s)
         self.context = replace(context, count=self.clock.count)
         self._run: Any = node.component.run
+        self._produces = node.rates.produces
         self._edges: dict[str, EdgeSource[Any]] = {}
         self._loop_inputs: list[LoopSource] = []
         self._children: Counter[tuple[str, ...]] = Counter()
@@ -196,7 +198,7 @@ class NodeRunner:
                 self.clock.tokens += _trained_tokens(batch)
         if self._ahead is not None:
             self._ahead.gave(output.id)
-        answered = parents if self._children[parents] >= self.node.rates.produces else ()
+        answered = parents if self._children[parents] >= self._produces else ()
         leases = tuple(lease for p in answered for lease in self._answer(p))
         if answered:
             del self._children[parents]
@@ -274,14 +276,18 @@ async def _first_error(work: asyncio.Task[None], *others: asyncio.Future[None]) 
 
 
 def _want(spec: GraphSpec, node: Node, port: str) -> int:
-    """Records leased ahead: what a firing takes. A component that works on many at once says how many, but
-    one replica takes no more than its share of a version, or it would leave the others idle.
+    """Records leased ahead: what a firing takes, a few for a component that takes one after the other.
+
+    A component that works on many at once says how many; but a replica takes no more than its share of a
+    version, or it would leave the others idle.
     """
-    if not isinstance(node.component, HasWant):
-        return max(1, node.rates.consumes.get(port, 1))
-    followed = {s.source for s in node.inputs.values() if isinstance(s, Loop)}
-    shares = [math.ceil(w.per_version / node.replicas) for w in windows(spec) if w.loop in followed]
-    return max(1, min([node.component.want(), *shares]))
+    if isinstance(node.component, HasWant):
+        followed = {s.source for s in node.inputs.values() if isinstance(s, Loop)}
+        shares = [math.ceil(w.per_version / node.replicas) for w in windows(spec) if w.loop in followed]
+        return max(1, min([node.component.want(), *shares]))
+    if isinstance(node.component, PerRecord):
+        return min(_RECORDS_AHEAD, math.ceil(repetitions(spec)[node.name] / node.replicas))
+    return max(1, node.rates.consumes.get(port, 1))
 
 
 def _sampled_tokens(output: Record) -> int:

@@ -120,11 +120,10 @@ class Outbox:
         payload = encode(record)
         if first is not None:
             await journal(self._broker, first)
-        sends: list[Coroutine[Any, Any, Any]] = [
-            self._broker.append(log, record.id, payload) for log in self._logs
-        ]
-        if beside is not None:
+        sends: list[Coroutine[Any, Any, Any]] = []
+        if beside is not None:  # first: the gate waits for it
             sends.append(journal(self._broker, beside))
+        sends += [self._broker.append(log, record.id, payload) for log in self._logs]
         if self._producer is not None and self._consumers_left is not None:
             sends.append(self._put_unless_left(self._producer, self._consumers_left, record.id, payload))
         await together(*sends)
