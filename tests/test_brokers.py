@@ -306,14 +306,17 @@ async def test_a_message_that_kills_its_holders_becomes_a_dead_letter(engine: En
 # --- liveness ---------------------------------------------------------------------------------------------
 
 
+PULSED_S = 2.0  # long enough for a pulse that gets no core at once
+
+
 async def test_the_pulse_extends_leases_while_the_event_loop_is_blocked(engine: Engine) -> None:
-    broker = await engine.declare(edge(lease_s=LEASE_S))
+    broker = await engine.declare(edge(lease_s=PULSED_S))
     worker = await engine.connect()
-    worker.start_pulse("trainer", lambda: b"busy", interval_s=LEASE_S / 5)
+    worker.start_pulse("trainer", lambda: b"busy", interval_s=PULSED_S / 10)
     await broker.producer("rollouts", 0).put("a", b"x")
     lease = await take(worker.consumer("rollouts", "reward"))
-    time.sleep(3 * LEASE_S)  # noqa: ASYNC251  # the point: a step that computes and doesn't await
-    assert await broker.consumer("rollouts", "reward").lease(wait_s=0.5 * LEASE_S) is None
+    time.sleep(1.5 * PULSED_S)  # noqa: ASYNC251  # the point: a step that computes and doesn't await
+    assert await broker.consumer("rollouts", "reward").lease(wait_s=0.2 * PULSED_S) is None
     await lease.ack()
 
 
