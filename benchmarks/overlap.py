@@ -1,17 +1,17 @@
 """Does the engine hide generation behind training? Step times of emulated components on real NATS edges.
 
-    python benchmarks/overlap.py [--steps 50] [--json]
+    python -m benchmarks.overlap [--steps 50] [--groups 4] [--json]
 
 The generator sleeps once per step's worth of prompts, the trainer once per batch; every role is a process of
 its own. The asynchronous run (staleness 1) should take max(generate, train) a step, the synchronous one
-(staleness 0) their sum. `over_ms` is what the engine adds to a step: the time of all hops on the critical
+(staleness 0) their sum. `over` is what the engine adds to a step: the time of all hops on the critical
 path
 
     version -> ledger -> gate -> prompts -> generator -> reward -> batch -> trainer
 
-With one batch more than the bound allows under way, the asynchronous step can't be shorter than (generate +
-train + hops) / 2 either: when both take equally long, part of the hops shows. Needs two idle cores; on a
-busy machine every hop waits for a core.
+With staleness 1 two batches go round the loop, so the asynchronous step can't be shorter than (generate + train
++ hops) / 2 either: when both take equally long, half of the hops shows. Needs two idle cores; on a busy machine
+every hop waits for a core.
 """
 
 from __future__ import annotations
