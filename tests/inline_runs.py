@@ -1,0 +1,57 @@
+"""Runs a pipeline in this process, on the in-memory broker, and gives what it recorded of its steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from arriero.components.prompts import PromptSource
+from arriero.components.rewards import Function
+from arriero.components.sampling import Sampling
+from arriero.engine.graph import Graph
+from arriero.launchers.launch import inline
+from arriero.launchers.options import LaunchOptions
+from arriero.launchers.rundir import create
+from arriero.schemas.messages import Prompt, Rollout
+from arriero.schemas.run import RunOptions
+from tests.tiny_models import tiny_llama, tiny_tokenizer
+
+
+def share_of_threes(prompt: Prompt, rollout: Rollout) -> float:
+    """How much of a response is the digit 3: a random model says it one time in 32."""
+    return rollout.text.count("3") / 5
+
+
+def tiny_model(directory: Path) -> str:
+    """A random model whose distribution is near the uniform one."""
+    parts: tuple[Any, Any] = (tiny_llama(seed=1), tiny_tokenizer(32))  # `save_pretrained` is partly untyped
+    for part in parts:
+        part.save_pretrained(directory)
+    return str(directory)
+
+
+def policy_gradient_fields(path: Path, **fields: Any) -> dict[str, Any]:
+    """Fields of a `PolicyGradientConfig` for a task that is learned within a few steps."""
+    data = path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{a}+{a * 7}="}) + "\n" for a in range(10)))
+    return {
+        "model": tiny_model(path / "tiny"),
+        "data": PromptSource(path=str(data), seed=3),
+        "reward": Function(function=share_of_threes, isolate=False),
+        "sampling": Sampling(max_new_tokens=5),
+        "optimizer": {"lr": 1e-2},
+        "steps": 12,
+        "groups_per_step": 8,
+        "samples": 8,
+        "slots": 64,
+    } | fields
+
+
+def steps_of(graph: Graph, path: Path, *, seed: int = 7) -> list[dict[str, Any]]:
+    """What was recorded of every step of a deterministic run in `path`."""
+    spec = graph.check()
+    run = create(path)
+    options = RunOptions(run_id=path.name, seed=seed, deterministic=True, wait_bound_s=60)
+    assert inline(spec, options, run, LaunchOptions(quiet=True)) == 0
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
