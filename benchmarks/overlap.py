@@ -9,9 +9,9 @@ path
 
     version -> ledger -> gate -> prompts -> generator -> reward -> batch -> trainer
 
-With staleness 1 two batches go round the loop, so the asynchronous step can't be shorter than (generate + train
-+ hops) / 2 either: when both take equally long, half of the hops shows. Needs two idle cores; on a busy machine
-every hop waits for a core.
+With staleness 1 two batches go round the loop, so the asynchronous step can't be shorter than
+(generate + train + hops) / 2 either: when both take equally long, half of the hops shows. Needs two idle
+cores; on a busy machine every hop waits for a core.
 """
 
 from __future__ import annotations
