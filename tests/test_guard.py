@@ -87,8 +87,8 @@ def test_the_nodes_that_fire_once_per_version_are_guarded() -> None:
 def test_a_batch_under_way_replaces_one_version_further_on() -> None:
     ahead = Ahead("trainer")
     assert ahead.version == 0
-    ahead.gave("batch1")
-    ahead.gave("batch2")
+    ahead.gave(Batch(id="batch1", samples=()))
+    ahead.gave(Batch(id="batch2", samples=()))
     assert ahead.version == 2
     ahead.apply(trained_event(1, 0))
     assert ahead.version == 2
@@ -99,7 +99,7 @@ def test_a_batch_under_way_replaces_one_version_further_on() -> None:
 def test_a_batch_that_never_arrives_replaces_nothing() -> None:
     ahead = Ahead("trainer")
     for name in ("p0>collect", "p1>collect", "p11>collect"):
-        ahead.gave(name)
+        ahead.gave(Batch(id=name, samples=()))
     ahead.apply(dropped(7).model_copy(update={"parent": "p0>collect"}))
     assert ahead.version == 2
     ahead.apply(trained_event(1, 1).model_copy(update={"batch": "p1>collect>reference"}))
@@ -111,5 +111,21 @@ def test_a_batch_that_never_arrives_replaces_nothing() -> None:
 def test_a_batch_component_that_starts_again_counts_from_the_ledger() -> None:
     ahead = Ahead("trainer")
     ahead.apply(trained_event(50, 0))
-    ahead.gave("batch")
+    ahead.gave(Batch(id="batch", samples=()))
     assert ahead.version == 51
+
+
+def test_a_batch_whose_groups_were_all_dropped_replaces_nothing() -> None:
+    ahead = Ahead("trainer")
+    groups = [scored(k, 0).model_copy(update={"id": f"g{k}"}) for k in range(2)]
+    ahead.gave(Batch(id="batch", origins=(0, 1), samples=tuple(s for g in groups for s in samples(g))))
+    ahead.apply(dropped(0).model_copy(update={"parent": "g0"}))
+    assert ahead.version == 1
+    ahead.apply(dropped(1).model_copy(update={"parent": "g1"}))
+    assert ahead.version == 0
+
+
+def test_a_held_out_group_replaces_nothing() -> None:
+    ahead = Ahead("trainer")
+    ahead.gave(scored(-1, 0, split="eval"))
+    assert ahead.version == 0

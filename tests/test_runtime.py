@@ -165,6 +165,17 @@ async def test_a_batch_that_the_trainer_drops_gives_its_place_back_even_when_syn
     assert (ledger.version("trainer"), ledger.dropped["invalid"]) == (6, 8)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_held_out_prompts_hold_nobody_up_when_a_step_takes_one_group(
+    memory: Engine, staleness: int
+) -> None:
+    """Every node then fires once per version, so every node has a guard that counts what is under way."""
+    held_out, trainer = Prompts(held_out=3, every=2), Noting(steps=6)
+    played = await play(graph(staleness=staleness, groups=1, prompts=held_out, trainer=trainer), memory)
+    ledger = check_books(played, memory.run, staleness=staleness, groups=1)
+    assert (ledger.version("trainer"), ledger.dropped.total()) == (6, 0)
+
+
 async def test_a_generator_that_dies_is_replaced_and_its_prompts_come_back(engine: Engine) -> None:
     spec = graph(
         staleness=1,

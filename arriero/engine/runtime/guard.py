@@ -61,21 +61,24 @@ class Ahead:
     way.
 
     Counted from the ledger and from what this node gave, so that it stays right when a batch is dropped on
-    the way or this node starts again; then it may be too small for a while, and the trainer's own guard
-    decides.
+    the way, whole or group by group, or this node starts again; then it may be too small for a while, and the
+    trainer's own guard decides.
     """
 
     def __init__(self, producer: str) -> None:
         self._producer = producer
         self._newest = 0
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, set[str]] = {}  # id -> the groups in it that weren't dropped
 
     @property
     def version(self) -> int:
         return self._newest + len(self._under_way)
 
-    def gave(self, output: str) -> None:
-        self._under_way.add(output)
+    def gave(self, output: Record) -> None:
+        """A stamped output of this node; a held-out one makes no version."""
+        if all(origin >= 0 for origin in output.origins):
+            samples = output.samples if isinstance(output, Batch) else ()
+            self._under_way[output.id] = {s.group for s in samples}
 
     def apply(self, event: Event) -> None:
         """Take one event of the ledger into account."""
@@ -86,8 +89,13 @@ class Ahead:
             self._came_to_an_end(event.parent)
 
     def _came_to_an_end(self, record: str) -> None:
-        # The batch itself, or what a node between here and the trainer made of it: see `child_id`.
-        self._under_way -= {b for b in self._under_way if record == b or record.startswith(f"{b}>")}
+        # The batch itself, what a node between here and the trainer made of it (see `child_id`), or its last
+        # group: the trainer's guard drops a stale batch group by group.
+        for output, groups in tuple(self._under_way.items()):
+            last = groups == {record}
+            groups.discard(record)
+            if last or record == output or record.startswith(f"{output}>"):
+                del self._under_way[output]
 
 
 def held_out(record: Record) -> Evaluated | None:

@@ -197,7 +197,7 @@ class NodeRunner:
                 beside = trained(self.node.name, output, batch)
                 self.clock.tokens += _trained_tokens(batch)
         if self._ahead is not None:
-            self._ahead.gave(output.id)
+            self._ahead.gave(output)
         answered = parents if self._children[parents] >= self._produces else ()
         leases = tuple(lease for p in answered for lease in self._answer(p))
         if answered:
