@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import BeforeValidator, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.verifiers.known import Known, canaries_of
 from arriero.components.verifiers.reward import STRICT, Canary, Isolated, RolloutReward, Scorer, verdict
 from arriero.engine.errors import UserError
 from arriero.engine.graph import GraphView
@@ -25,16 +26,6 @@ RewardFunction: TypeAlias = Callable[[Prompt, Rollout], Judged | Awaitable[Judge
 
 def _imported(value: object) -> object:
     return resolve(value) if isinstance(value, str) else value
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Known:
-    """A response with a known verdict: `right` must be `ok`, `wrong` must not be."""
-
-    answer: str = ""  # of the prompt
-    right: str = ""
-    wrong: str = ""
-    prompt: str = "?"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -78,9 +69,7 @@ class Function(Isolated):
         return self._awaited(found) if isinstance(found, Awaitable) else judged(found)
 
     def canaries(self) -> Sequence[Canary]:
-        pairs = [(Prompt(text=k.prompt, answer=k.answer), k) for k in self.known]
-        right = [Canary(text=k.right, right=True, prompt=p) for p, k in pairs if k.right]
-        return [*right, *(Canary(text=k.wrong, right=False, prompt=p) for p, k in pairs)]
+        return canaries_of(self.known)
 
     def problems(self, view: GraphView) -> Iterable[str]:
         """A function that a worker can't import."""
