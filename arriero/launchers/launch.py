@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from arriero.engine.broker import Broker, BrokerError
+from arriero.engine.claim_stores import FolderStore
+from arriero.engine.claims import ClaimChecked
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.engine.memory import MemoryBroker
@@ -90,7 +92,8 @@ async def _launched(spec: GraphSpec, options: RunOptions, run: RunDir, launch: L
 
             async def work() -> None:
                 address = await wait_for_hub(run.path, bound_s=_HUB_S)
-                conductor.follow(await NatsBroker.connect(address.url, token, run=options.run_id))
+                link = await NatsBroker.connect(address.url, token, run=options.run_id)
+                conductor.follow(ClaimChecked(link, FolderStore.in_memory(options.run_id)))
                 await conductor.supervisor.all_ended()
 
             outcome = await conductor.outcome(work(), interrupted)

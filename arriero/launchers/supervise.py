@@ -5,6 +5,7 @@
 | processes (pidfd)   | at once                         | killed by signal, exit code, left early  |
 | control log         | at once                         | a node's error and traceback             |
 | heartbeats          | `liveness_s` after the last one | who is silent, and the wait graph        |
+| dead letters        | within 5 s                      | nothing: it writes them into the ledger  |
 | ledger (`Reporter`) | at once                         | dead letters above the limit             |
 
 A failure makes others fail: what is seen within `SETTLE_S` of the first is weighed against it.
@@ -21,7 +22,8 @@ from pathlib import Path
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.rates import capacities
 from arriero.engine.runtime.journal import follow_control
-from arriero.launchers.failures import Failure, exited, killed, node_failed, silent
+from arriero.launchers.burials import Burials
+from arriero.launchers.failures import Failure, exited, killed, node_failed, raised, silent
 from arriero.launchers.local import Process
 from arriero.launchers.vitals import Vitals, wait_graph
 from arriero.schemas.graph import GraphSpec
@@ -33,6 +35,7 @@ _START_S = 120.0  # importing torch on a busy machine; then the first heartbeat
 _LEAVE_S = 3.0  # for a process whose nodes have all ended
 _RANKS_S = 3.0  # for torchrun to notice and end all ranks
 _POLL_S = 0.5
+_BURIALS_S = 5.0
 
 
 class Supervisor:
@@ -112,6 +115,8 @@ class Supervisor:
                     weight=3,
                 )
             )
+        except Exception as error:  # noqa: BLE001  # nobody else would notice that this watch has ended
+            self.fail(raised(error))
 
     async def _watch(self, p: Process) -> None:
         code = await exit_code(p)
@@ -146,6 +151,7 @@ class Supervisor:
 
     async def _watch_vitals(self, broker: Broker, on_poll: Callable[[], None]) -> None:
         late: set[str] = set()
+        burials, buried = Burials(self._spec), time.monotonic()
         while True:
             try:
                 async with asyncio.timeout(self._options.liveness_s):
@@ -153,6 +159,9 @@ class Supervisor:
             except TimeoutError:
                 raise BrokerError(f"it didn't answer within {self._options.liveness_s:g} s") from None
             on_poll()
+            if time.monotonic() - buried > _BURIALS_S:
+                await burials.write(broker)
+                buried = time.monotonic()
             # Twice in a row: after a pause of this process itself every heartbeat looks old once.
             late, before = self._late(), late
             for name in sorted(late & before):
@@ -193,7 +202,10 @@ class Supervisor:
 async def exit_code(p: Process) -> int:
     """The code of a child of ours, at the moment it ends; negative for a signal."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    handle = os.pidfd_open(p.process.pid)
+    try:
+        handle = os.pidfd_open(p.process.pid)
+    except ProcessLookupError:  # reaped already, by whoever asked for its state
+        return p.process.wait()
     loop.add_reader(handle, ended.set)
     try:
         await ended.wait()
