@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterable
 from itertools import count
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, JsonValue, NonNegativeInt, PositiveInt, model_validator
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from arriero.components.datasets import path_problem, permutation, read_rows
-from arriero.engine.errors import UserError
+from arriero.components.text_ids import TextIds, tokenizer_problems
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Batch, Dropped, Example, Sample
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 STRICT = ConfigDict(extra="forbid")
 
@@ -77,15 +72,13 @@ class SupervisedBatch:
         return Rates(consumes={"examples": self.examples})
 
     def problems(self, view: GraphView) -> Iterable[str]:
-        if not (Path(self.model) / "tokenizer.json").is_file():
-            yield _no_tokenizer(self.model)
+        yield from tokenizer_problems(self.model)
 
     async def run(self, examples: Stream[Example]) -> AsyncIterator[Batch | Dropped]:
-        tokenizer = _tokenizer(self.model)
-        eos = _eos_id(self.model, tokenizer)
+        text = TextIds(self.model)
         samples: list[Sample] = []
         async for example in examples:
-            prompt, response = _token_ids(tokenizer, eos, example)
+            prompt, response = text.pair(example.prompt, example.response)
             length = len(prompt) + len(response)
             if length > self.max_length:
                 detail = f"{length} tokens, max_length is {self.max_length}"
@@ -117,55 +110,3 @@ def _sample(example: Example, prompt: list[int], response: list[int]) -> Sample:
         advantages=mask.astype(np.float32),
         origin=example.origins[0] if example.origins else -1,
     )
-
-
-def _token_ids(tokenizer: Tokenizer, eos: int, example: Example) -> tuple[list[int], list[int]]:
-    prompt = tokenizer.encode(example.prompt).ids
-    if prompt and prompt[-1] == eos:
-        prompt = prompt[:-1]  # some tokenizers end every text; here the text goes on
-    return prompt, [*tokenizer.encode(example.response, add_special_tokens=False).ids, eos]
-
-
-def _tokenizer(model: str) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    path = Path(model) / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(_no_tokenizer(model))
-    tokenizer = Tokenizer.from_file(str(path))
-    # A file may carry the truncation and padding of its training.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _no_tokenizer(model: str) -> str:
-    return (
-        f"model={model!r}: no tokenizer.json in this directory; give a model directory in Hugging Face format"
-    )
-
-
-def _eos_id(model: str, tokenizer: Tokenizer) -> int:
-    """The id that ends a text: the tokenizer's `eos_token`, else what the generation or model config says."""
-    token = _setting(model, "tokenizer_config.json", "eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if isinstance(token, str) and (found := tokenizer.token_to_id(token)) is not None:
-        return found
-    for file in ("generation_config.json", "config.json"):
-        value = _setting(model, file, "eos_token_id")
-        if isinstance(value, list) and value:
-            value = value[0]
-        if isinstance(value, int):
-            return value
-    raise UserError(
-        f"model={model!r}: no eos_token in tokenizer_config.json nor eos_token_id in its configs; add one"
-    )
-
-
-def _setting(model: str, file: str, key: str) -> JsonValue:
-    path = Path(model) / file
-    if not path.is_file():
-        return None
-    values: dict[str, JsonValue] = json.loads(path.read_text(encoding="utf-8"))
-    return values.get(key)
