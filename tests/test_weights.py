@@ -39,7 +39,7 @@ from arriero.schemas.weights import TensorSpec, WeightManifest, weights_fingerpr
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]
-DATA_AT = 20480  # first slot in the file: a header of 128 + 128 * 16 words, at a page boundary
+DATA_AT = 69632  # first slot in the file: a header of 128 + 128 * 64 words, at a page boundary
 
 
 @pytest.fixture

@@ -118,6 +118,37 @@ class WeightManifest(BaseModel):
         return self
 
 
+class ShardManifest(BaseModel):
+    """One published version of sharded weights; a cell's place follows from the plan, which both sides have."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: _Word
+    url: Annotated[str, Field(pattern=r"^[a-z0-9+]+://[^\s]*$")]  # where the first source rank is reached
+    session: Fingerprint  # random name of one start of the senders: tells two runs with one url apart
+    plan: Fingerprint
+    slot: NonNegativeInt
+    cells: Annotated[tuple[Fingerprint, ...], Field(min_length=1)]  # of their bytes, in the plan's order
+    fingerprint: Fingerprint  # see `cells_fingerprint`
+
+    @model_validator(mode="after")
+    def _fingerprint_is_of_these_cells(self) -> Self:
+        want = cells_fingerprint(self.plan, self.cells)
+        if self.fingerprint != want:
+            raise ValueError(
+                f"fingerprint {self.fingerprint} of version {self.version}, but its cells give {want}"
+            )
+        return self
+
+
+def cells_fingerprint(plan: str, cells: Iterable[str]) -> str:
+    """Fingerprint of sharded weights, from those of their cells in the order of the plan."""
+    state = xxhash.xxh3_128(plan.encode())
+    for cell in cells:
+        state.update(cell.encode())
+    return state.hexdigest()
+
+
 def weights_fingerprint(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> str:
     """Fingerprint of a set of weights, from (name, dtype, shape, fingerprint) of each tensor in any order."""
     return xxhash.xxh3_128(json.dumps(sorted(tensors)).encode()).hexdigest()

@@ -4,8 +4,9 @@ Host copies go in chunks that stay in the L2 cache, so that the hash reads them 
 hashed at the receiver is what was read back from its own parameter, never what was meant to be written.
 """
 
+import threading
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +15,16 @@ import xxhash
 from torch import Tensor
 
 from arriero.engine.weights.layout import TORCH_DTYPES, WeightError, dtype_name
-from arriero.schemas.weights import TensorSpec
+from arriero.schemas.weights import DType
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-HOST_CHUNK_BYTES = 256 << 10
+HOST_CHUNK_BYTES = 256 << 10  # read back while it is in the cache
+STORE_CHUNK_BYTES = 1 << 20
 STAGING_BYTES = 32 << 20
 
 
-class Staging:
-    """A page-locked buffer between shared memory and an accelerator, allocated at its first use."""
+class Staging(threading.local):
+    """A page-locked buffer between slots and an accelerator, one per thread, made at its first use."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -35,12 +37,25 @@ class Staging:
         return self._buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
 
 
+class Sent(Protocol):
+    """What a receiver knows of a tensor (or a cell of one) before its bytes arrive."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> DType: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
 def store(source: Tensor, slot: Bytes, staging: Staging) -> str:
     """Copy `source` into `slot` in C order; the fingerprint of the source's bytes."""
-    tensor = source.detach().contiguous()
     state = xxhash.xxh3_128()
     start = 0
-    for chunk in _host_chunks(tensor, staging):
+    for chunk in _host_chunks(source.detach(), staging, STORE_CHUNK_BYTES):
+        # Hashed first, the bytes are in the cache, and one long copy bypasses it on its way out.
         state.update(chunk.data)
         slot[start : start + chunk.size] = chunk
         start += chunk.size
@@ -51,12 +66,12 @@ def store(source: Tensor, slot: Bytes, staging: Staging) -> str:
 def fingerprint(tensor: Tensor, staging: Staging) -> str:
     """Fingerprint of the bytes of a tensor in C order, read from where they are."""
     state = xxhash.xxh3_128()
-    for chunk in _host_chunks(tensor.detach().contiguous(), staging):
+    for chunk in _host_chunks(tensor.detach(), staging, HOST_CHUNK_BYTES):
         state.update(chunk.data)
     return state.hexdigest()
 
 
-def load(spec: TensorSpec, slot: Bytes, into: Tensor, staging: Staging) -> None:
+def load(spec: Sent, slot: Bytes, into: Tensor, staging: Staging) -> None:
     """Copy a slot's bytes into a parameter, in place, and verify the parameter; WeightError names it."""
     target = into.detach()
     if target.dtype != TORCH_DTYPES[spec.dtype]:
@@ -66,11 +81,17 @@ def load(spec: TensorSpec, slot: Bytes, into: Tensor, staging: Staging) -> None:
             _check_cast(spec, sent, held)
     elif target.device.type == "cpu" and target.is_contiguous():
         state = xxhash.xxh3_128()
-        view = _as_bytes(target)
+        view = as_bytes(target)
         for start in range(0, slot.size, HOST_CHUNK_BYTES):
             chunk = view[start : start + HOST_CHUNK_BYTES]
             chunk[:] = slot[start : start + HOST_CHUNK_BYTES]
             state.update(chunk.data)
+        _check(spec, slot, state.hexdigest())
+    elif target.device.type == "cpu":
+        state = xxhash.xxh3_128()
+        for sent, held in _pairs(spec, slot, target):
+            held.copy_(sent)
+            state.update(as_bytes(held.contiguous()).data)
         _check(spec, slot, state.hexdigest())
     else:
         for sent, held in _pairs(spec, slot, target):
@@ -78,7 +99,7 @@ def load(spec: TensorSpec, slot: Bytes, into: Tensor, staging: Staging) -> None:
         _check(spec, slot, fingerprint(target, staging))
 
 
-def verify(spec: TensorSpec, slot: Bytes, into: Tensor, staging: Staging) -> None:
+def verify(spec: Sent, slot: Bytes, into: Tensor, staging: Staging) -> None:
     """Read a parameter back: its bytes are those of the slot, or exactly what the slot's values cast to."""
     target = into.detach()
     if target.dtype == TORCH_DTYPES[spec.dtype]:
@@ -88,7 +109,7 @@ def verify(spec: TensorSpec, slot: Bytes, into: Tensor, staging: Staging) -> Non
         _check_cast(spec, sent, held)
 
 
-def _check(spec: TensorSpec, slot: Bytes, got: str) -> None:
+def _check(spec: Sent, slot: Bytes, got: str) -> None:
     if got != spec.fingerprint:
         _check_buffer(spec, slot)
         raise WeightError(
@@ -97,16 +118,16 @@ def _check(spec: TensorSpec, slot: Bytes, got: str) -> None:
         )
 
 
-def _check_buffer(spec: TensorSpec, slot: Bytes) -> None:
+def _check_buffer(spec: Sent, slot: Bytes) -> None:
     got = xxhash.xxh3_128(slot.data).hexdigest()
     if got != spec.fingerprint:
         raise WeightError(f"{spec.name}: the buffer holds {got}, but {spec.fingerprint} was sent")
 
 
-def _check_cast(spec: TensorSpec, sent: Tensor, held: Tensor) -> None:
+def _check_cast(spec: Sent, sent: Tensor, held: Tensor) -> None:
     want, got = sent.to(held.dtype), held.to("cpu")
     # Bytes first: comparing them is fast, and they differ only where a NaN has two encodings.
-    if not np.array_equal(_as_bytes(want.contiguous()), _as_bytes(got.contiguous())):
+    if not np.array_equal(as_bytes(want.contiguous()), as_bytes(got.contiguous())):
         values, found = want.double(), got.double()
         if not bool(((values == found) | (values.isnan() & found.isnan())).all()):
             raise WeightError(
@@ -129,37 +150,45 @@ def _copy(sent: Tensor, held: Tensor, staging: Staging) -> None:
         held.copy_(pinned)
 
 
-def _pairs(spec: TensorSpec, slot: Bytes, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of the slot and the parameter, chunk by chunk; a strided parameter is one chunk."""
+def _pairs(spec: Sent, slot: Bytes, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the slot and the parameter, chunk by chunk; a strided parameter goes by rows."""
     sent = torch.as_tensor(slot).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
-    if not target.is_contiguous():
-        yield sent, target
-        return
     chunk_bytes = HOST_CHUNK_BYTES if target.device.type == "cpu" else STAGING_BYTES
     items = chunk_bytes // max(sent.element_size(), target.element_size())
-    yield from zip(_split(sent, items), _split(target, items), strict=True)
+    if target.is_contiguous():
+        yield from zip(_split(sent.view(-1), items), _split(target.view(-1), items), strict=True)
+    else:
+        yield from zip(_split(sent, items), _split(target, items), strict=True)
 
 
 def _split(tensor: Tensor, items: int) -> Iterator[Tensor]:
-    flat = tensor.view(-1)
-    for start in range(0, flat.numel(), items):
-        yield flat[start : start + items]
-
-
-def _host_chunks(tensor: Tensor, staging: Staging) -> Iterator[Bytes]:
-    """Bytes of a contiguous tensor, chunk by chunk; each is valid until the next is taken."""
-    if tensor.device.type == "cpu":
-        view = _as_bytes(tensor)
-        for start in range(0, view.size, HOST_CHUNK_BYTES):
-            yield view[start : start + HOST_CHUNK_BYTES]
+    """Parts of about `items` elements, along the first dimension."""
+    if not tensor.dim() or not tensor.numel():
+        yield tensor
         return
-    for part in _split(tensor, STAGING_BYTES // tensor.element_size()):
-        pinned = staging.like(part)
-        pinned.copy_(part)
-        yield from _host_chunks(pinned, staging)
+    rows = max(items * tensor.shape[0] // tensor.numel(), 1)
+    for start in range(0, tensor.shape[0], rows):
+        yield tensor[start : start + rows]
 
 
-def _as_bytes(tensor: Tensor) -> Bytes:
+def _host_chunks(tensor: Tensor, staging: Staging, chunk_bytes: int) -> Iterator[Bytes]:
+    """Bytes of a tensor in C order, chunk by chunk; each is valid until the next is taken."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        view = as_bytes(tensor)
+        for start in range(0, view.size, chunk_bytes):
+            yield view[start : start + chunk_bytes]
+    elif tensor.device.type == "cpu":
+        for part in _split(tensor, HOST_CHUNK_BYTES // tensor.element_size()):
+            yield as_bytes(part.contiguous())
+    else:
+        for part in _split(tensor.contiguous().view(-1), STAGING_BYTES // tensor.element_size()):
+            pinned = staging.like(part)
+            pinned.copy_(part)
+            yield from _host_chunks(pinned, staging, chunk_bytes)
+
+
+def as_bytes(tensor: Tensor) -> Bytes:
+    """The memory of a contiguous host tensor."""
     array: Bytes = tensor.view(-1).view(torch.uint8).numpy()
     return array
 

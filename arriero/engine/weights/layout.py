@@ -73,7 +73,7 @@ class Layout:
             tensor = tensors[name]
             dtype = dtype_name(name, tensor)
             nbytes = tensor.numel() * ITEM_BYTES[dtype]
-            offset = seen.setdefault(_identity(tensor), end) if nbytes else 0
+            offset = seen.setdefault(identity(tensor), end) if nbytes else 0
             if nbytes and offset == end:
                 end = -(-(offset + nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             places.append(Place(name, dtype, tuple(tensor.shape), offset, nbytes))
@@ -89,7 +89,7 @@ class Layout:
         if now == self:
             return
         before = {place.name: place for place in self.places}
-        _compare_names(before, tensors, f"given {{}} of the {len(before)} tensors of the layout")
+        compare_names(before, tensors, f"given {{}} of the {len(before)} tensors of the layout")
         for place in now.places:
             old = before[place.name]
             if (old.dtype, old.shape) != (place.dtype, place.shape):
@@ -124,12 +124,12 @@ def match(manifest: WeightManifest, into: Mapping[str, Tensor]) -> dict[str, tup
     sent = {spec.name: spec for spec in manifest.tensors}
     pairs = {name: (sent[name], into[name]) for name in into if name in sent}
     arrived = {spec.offset for spec, _ in pairs.values() if spec.nbytes}
-    aliased = {_identity(tensor) for _, tensor in pairs.values()}
+    aliased = {identity(tensor) for _, tensor in pairs.values()}
     wanted = {
         name for name, spec in sent.items() if name in pairs or spec.offset not in arrived or not spec.nbytes
     }
-    offered = [name for name, tensor in into.items() if name in pairs or _identity(tensor) not in aliased]
-    _compare_names(wanted, offered, f"received {{}} of {len(sent)} tensors of version {manifest.version}")
+    offered = [name for name, tensor in into.items() if name in pairs or identity(tensor) not in aliased]
+    compare_names(wanted, offered, f"received {{}} of {len(sent)} tensors of version {manifest.version}")
     for name, (spec, tensor) in pairs.items():
         dtype = dtype_name(name, tensor)
         if tuple(tensor.shape) != spec.shape:
@@ -168,7 +168,8 @@ def some(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
 
 
-def _compare_names(wanted: Iterable[str], offered: Iterable[str], count: str) -> None:
+def compare_names(wanted: Iterable[str], offered: Iterable[str], count: str) -> None:
+    """Raise WeightError if the names differ; `count` has a place for the number that both have."""
     wanted, offered = set(wanted), set(offered)
     missing, extra = wanted - offered, offered - wanted
     if not missing and not extra:
@@ -184,7 +185,8 @@ def _compare_names(wanted: Iterable[str], offered: Iterable[str], count: str) ->
     raise WeightError("; ".join(parts))
 
 
-def _identity(tensor: Tensor) -> tuple[object, ...]:
+def identity(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are the same elements in the same memory."""
     if not tensor.numel():
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

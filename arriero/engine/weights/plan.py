@@ -67,9 +67,14 @@ class Plan:
     """Cells of all source ranks; by kind of receiver, the landings of each of its ranks, sorted by source."""
 
     cells: tuple[Cell, ...]
-    num_sources: int
+    source: WorldLayout
+    kinds: Mapping[str, WorldLayout]
     receivers: Mapping[str, tuple[tuple[Landing, ...], ...]]
     digest: str
+
+    @property
+    def num_sources(self) -> int:
+        return len(self.source.ranks)
 
     def packed(self, source: int) -> tuple[Cell, ...]:
         return tuple(cell for cell in self.cells if cell.source == source)
@@ -121,7 +126,8 @@ def plan_weights(
         by_tensor[name] = cells[begin:]
     return Plan(
         cells=tuple(cells),
-        num_sources=len(source.ranks),
+        source=source,
+        kinds=dict(receivers),
         receivers={kind: _landings(layout, by_tensor) for kind, layout in receivers.items()},
         digest=_digest(cells),
     )
@@ -162,7 +168,7 @@ def _cells_of(name: str, holders: _Holders, cell_bytes: int) -> list[Box]:
         for cell in cells:
             rest = [r for part in rest for r in part.minus(cell)]
         cells = refine(cells, box) + rest
-    dtypes = {dtype for _, dtype, _, _ in holders.held}
+    dtypes: set[DType] = {dtype for _, dtype, _, _ in holders.held}
     if len(dtypes) > 1:
         raise WeightError(f"{name} is {' and '.join(sorted(dtypes))} at the source; use one dtype")
     for _, _, piece, _ in holders.held:

@@ -1,8 +1,9 @@
 """A file in /dev/shm with a header, a lease table and the slots, mapped by a sender and its receivers.
 
-    words 0-7      magic, slots, bytes of a slot, segment id (2), layout fingerprint (2)
+    words 0-7      magic, slots, bytes of a slot, segment id (2), layout fingerprint (2), newest slot + 1
     words 8-71     8 slots x (sequence, version, closed, fingerprint (2))
-    words 128-     128 leases x (slot + 1, version, since, pid, length of the name, name)
+    words 128-     128 receivers x (leased slot + 1, version, since, pid, length of the name, name (11),
+                   joined, last version tried + 1, length of the error, error (45))
     then           the slots, each at a page boundary
 
 All header fields are 64-bit words, stored and loaded whole. Only the sender writes slots, each lease is
@@ -30,13 +31,15 @@ import numpy as np
 from arriero.engine.weights.copying import Bytes
 from arriero.engine.weights.layout import WeightError
 from arriero.engine.weights.locks import is_locked, try_lock
+from arriero.engine.weights.transport import Outcome
 
 FOLDER = Path("/dev/shm")
 MAX_SLOTS, MAX_RECEIVERS, MAX_NAME_BYTES = 8, 128, 88
-_MAGIC = int.from_bytes(b"arrwght1", sys.byteorder)
-_NUM_SLOTS, _SLOT_BYTES, _ID, _LAYOUT = 1, 2, 3, 5
+_MAGIC = int.from_bytes(b"arrwght2", sys.byteorder)
+_NUM_SLOTS, _SLOT_BYTES, _ID, _LAYOUT, _NEWEST = 1, 2, 3, 5, 7
 _SLOTS, _SLOT_WORDS = 8, 8
-_LEASES, _LEASE_WORDS = 128, 16
+_LEASES, _LEASE_WORDS = 128, 64
+_JOINED, _TRIED, _ERROR, _ERROR_BYTES = 16, 17, 18, 8 * 45  # words of an entry
 _HEADER_BYTES = -(-(_LEASES + MAX_RECEIVERS * _LEASE_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 _OWNER_BYTE = 0
 
@@ -69,6 +72,7 @@ class Segment:
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self._fd = path, fd
+        self._claimed: int | None = None
         size = os.fstat(fd).st_size
         if size < _HEADER_BYTES:
             raise WeightError(f"{path} has {size} bytes: it holds no weights")
@@ -132,6 +136,13 @@ class Segment:
             os.close(fd)
             raise
 
+    def replaced(self) -> bool:
+        """Whether another file stands at our path: a sender with another layout, or another run."""
+        try:
+            return not os.path.samestat(os.fstat(self._fd), self.path.stat())
+        except OSError:
+            return True
+
     def slot(self, index: int, offset: int, nbytes: int) -> Bytes:
         """Bytes of a slot; nothing is copied."""
         start = _HEADER_BYTES + index * _pages(self.slot_bytes) + offset
@@ -158,16 +169,26 @@ class Segment:
             self._words[at + 3 + word] = int(value)
         self._words[at + 2] = 0
         self._words[at] += 1
+        self._words[_NEWEST] = slot + 1
+
+    def newest(self) -> int | None:
+        """The slot that was committed last."""
+        return self._words[_NEWEST] - 1 if self._words[_NEWEST] else None
 
     def claim(self, receiver: str) -> int:
         """An entry of the lease table, for as long as this segment is open; if none is free, it is closed."""
         name = receiver.encode()
-        for entry in range(MAX_RECEIVERS):
-            at = _LEASES + entry * _LEASE_WORDS
+        entries = [(entry, _LEASES + entry * _LEASE_WORDS) for entry in range(MAX_RECEIVERS)]
+        # The entry of another one that died tells the sender so: it goes last.
+        for entry, at in sorted(
+            entries, key=lambda e: bool(self._words[e[1] + _JOINED]) and self._text(e[1] + 4) != receiver
+        ):
             if try_lock(self._fd, at * 8):
-                self._words[at] = 0
-                self._words[at + 3], self._words[at + 4] = os.getpid(), len(name)
-                self._data[(at + 5) * 8 : (at + 5) * 8 + len(name)] = np.frombuffer(name, dtype=np.uint8)
+                self._words[at] = self._words[at + _TRIED] = self._words[at + _ERROR] = 0
+                self._words[at + 3] = os.getpid()
+                self._write_text(at + 4, name)
+                self._words[at + _JOINED] = 1
+                self._claimed = at
                 return entry
         self.close()
         raise WeightError(f"{receiver}: {self.path.name} has {MAX_RECEIVERS} receivers already")
@@ -194,22 +215,45 @@ class Segment:
                 or not is_locked(self._fd, at * 8)
             ):
                 continue
-            name = bytes(self._data[(at + 5) * 8 : (at + 5) * 8 + self._words[at + 4]]).decode(
-                errors="replace"
-            )
-            found.append(Lease(name, self._words[at + 3], self._words[at + 2]))
+            found.append(Lease(self._text(at + 4), self._words[at + 3], self._words[at + 2]))
+        return found
+
+    def tried(self, entry: int, version: int, error: str = "") -> None:
+        """What came of a receiver's last version; `error` is cut to its place."""
+        at = _LEASES + entry * _LEASE_WORDS
+        self._write_text(at + _ERROR, error.encode()[:_ERROR_BYTES])
+        self._words[at + _TRIED] = version + 1
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """Of all receivers that have joined and not left; of two with one name, the living one's."""
+        found: dict[str, Outcome] = {}
+        for at in range(_LEASES, _LEASES + MAX_RECEIVERS * _LEASE_WORDS, _LEASE_WORDS):
+            if not self._words[at + _JOINED]:
+                continue
+            name, gone = self._text(at + 4), not (at == self._claimed or is_locked(self._fd, at * 8))
+            if name not in found or not gone:
+                found[name] = Outcome(self._words[at + _TRIED] - 1, self._text(at + _ERROR), gone)
         return found
 
     def close(self) -> None:
         """Unmap, and give back locks and leases. The file stays: see `destroy`."""
         if self._fd < 0:
             return
+        if self._claimed is not None:
+            self._words[self._claimed + _JOINED] = 0
         os.close(self._fd)
         self._fd = -1
         self._words.release()
         self._data = np.empty(0, dtype=np.uint8)
         with suppress(BufferError):  # a traceback may still show a part of it; unmapped with the last one
             self._map.close()
+
+    def _text(self, at: int) -> str:
+        return bytes(self._data[(at + 1) * 8 : (at + 1) * 8 + self._words[at]]).decode(errors="replace")
+
+    def _write_text(self, at: int, text: bytes) -> None:
+        self._words[at] = len(text)
+        self._data[(at + 1) * 8 : (at + 1) * 8 + len(text)] = np.frombuffer(text, dtype=np.uint8)
 
     def _hex(self, at: int) -> str:
         return np.array([self._words[at], self._words[at + 1]], dtype=np.uint64).tobytes().hex()

@@ -1,0 +1,172 @@
+"""Sharded weights by torch.distributed, point to point: gloo between hosts without RDMA, NCCL between GPUs.
+
+Each pair of a source rank and a receiver rank has a process group of its own, made when the receiver joins,
+and the source serves it in a thread of its own: a receiver that hangs or dies breaks its own group, no other.
+"""
+
+# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
+# torch.distributed exports its stores and groups without saying so, and annotates some functions in part.
+
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from threading import Lock
+from typing import Literal, Protocol, cast
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from arriero.engine.weights.copying import Bytes
+from arriero.engine.weights.layout import WeightError
+from arriero.engine.weights.lease_messages import Join, Send
+from arriero.engine.weights.plan import Plan
+from arriero.engine.weights.ranks import Ranks
+from arriero.engine.weights.served import ServedInlet, ServedOutlet, Serving
+from arriero.engine.weights.shards import SPAN_BYTES
+from arriero.engine.weights.transport import Span
+from arriero.schemas.weights import ShardManifest
+
+Backend = Literal["gloo", "nccl"]
+_SOURCE, _RECEIVER = 0, 1
+_AHEAD = 2  # spans under way while one is verified
+
+
+class _Pair(Protocol):
+    """A process group of two, as far as we use it."""
+
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], of: int, tag: int, /) -> dist.Work: ...
+
+
+class _Meeting(msgspec.Struct, frozen=True):
+    """Where a receiver meets a source rank: a store, and a prefix of its own in it."""
+
+    host: str
+    port: int
+    prefix: str
+    backend: Backend
+
+
+class DistOutlet(ServedOutlet):
+    """A source rank's end of gloo:// or nccl://. `device` holds what NCCL sends; gloo sends host memory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        serving: Serving,
+        ranks: Ranks | None = None,
+        *,
+        backend: Backend = "gloo",
+        device: torch.device | None = None,
+    ) -> None:
+        self.scheme = backend
+        self._backend: Backend = backend
+        self._device = device
+        self._host, self._met, self._lock = serving.host, 0, Lock()
+        self._store = TCPStore(serving.host, 0, is_master=True, wait_for_workers=False)
+        super().__init__(plan, serving, ranks, self._meet)
+
+    @property
+    def _send_timeout_s(self) -> float:
+        """Longer than a lease: that one ends by its bound, and only then is the receiver cut off."""
+        return 2 * self._lease_timeout_s + 10
+
+    def _meet(self, join: Join) -> tuple[bytes, Callable[[], Callable[[int, Send], None] | None]]:
+        with self._lock:
+            self._met += 1
+            meeting = _Meeting(self._host, self._store.port, f"pair-{self._met}", self._backend)
+
+        def serve() -> Callable[[int, Send], None]:
+            pair = _pair(self._store, meeting, _SOURCE, self._send_timeout_s)
+            return lambda slot, send: self._send(pair, slot, send.spans)
+
+        return msgspec.msgpack.encode(meeting), serve
+
+    def _send(self, pair: _Pair, slot: int, spans: Sequence[tuple[int, int]]) -> None:
+        """Send the spans in turn; an error ends with the receiver's connection."""
+        part = torch.from_numpy(self.slots[slot])
+        works: list[dist.Work] = []
+        for offset, nbytes in spans:
+            if offset < 0 or nbytes < 0 or offset + nbytes > self.part_bytes:
+                raise WeightError(f"bytes {offset} to {offset + nbytes} of {self.part_bytes} asked for")
+            data = part[offset : offset + nbytes]
+            works.append(pair.send([data if self._device is None else data.to(self._device)], _RECEIVER, 0))
+            if len(works) > _AHEAD:
+                works.pop(0).wait(timedelta(seconds=self._send_timeout_s))
+        for work in works:
+            work.wait(timedelta(seconds=self._send_timeout_s))
+
+
+class DistInlet(ServedInlet):
+    """A receiver rank's end. `device` is where NCCL receives; the bytes are then verified on the host."""
+
+    def __init__(
+        self,
+        url: str,
+        plan: Plan,
+        name: str,
+        secret: bytes,
+        bound_s: float = 60.0,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        self._pairs: dict[int, _Pair] = {}
+        self._device = device
+        self._staging: Bytes = np.ones((_AHEAD + 1, SPAN_BYTES), dtype=np.uint8)
+        super().__init__(url, plan, name, secret, bound_s)
+
+    def fetch(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for span in spans:
+            wanted.setdefault(span.source, []).append((span.offset, span.nbytes))
+        for source, places in wanted.items():
+            self.source(source).ask(Send(places))
+        under_way: list[tuple[int, dist.Work, Bytes, Tensor]] = []
+        for number, span in enumerate(spans):
+            under_way.append(self._post(number, span))
+            if len(under_way) > _AHEAD:
+                yield self._arrived(*under_way.pop(0))
+        while under_way:
+            yield self._arrived(*under_way.pop(0))
+
+    def welcomed(self, rank: int, extra: bytes) -> None:
+        meeting = msgspec.msgpack.decode(extra, type=_Meeting)
+        timeout = timedelta(seconds=self._bound_s)
+        store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+        self._pairs[rank] = _pair(store, meeting, _RECEIVER, self._bound_s)
+
+    def disconnect(self, rank: int) -> None:
+        super().disconnect(rank)
+        self._pairs.pop(rank, None)
+
+    def _post(self, number: int, span: Span) -> tuple[int, dist.Work, Bytes, Tensor]:
+        place = span.into
+        if place is None:
+            buffer = self._staging[number % len(self._staging)]
+            place = (buffer if span.nbytes <= buffer.size else np.empty(span.nbytes, np.uint8))[: span.nbytes]
+        target = torch.from_numpy(place)
+        buffer_ = target if self._device is None else torch.empty_like(target, device=self._device)
+        return span.source, self._pairs[span.source].recv([buffer_], _SOURCE, 0), place, buffer_
+
+    def _arrived(self, source: int, work: dist.Work, place: Bytes, buffer: Tensor) -> Bytes:
+        try:
+            work.wait(timedelta(seconds=self._bound_s))
+        except RuntimeError as error:
+            raise WeightError(f"source rank {source} is gone while it sends: {error}") from error
+        if self._device is not None:
+            torch.from_numpy(place).copy_(buffer)
+        return place
+
+
+def _pair(store: TCPStore, meeting: _Meeting, rank: int, timeout_s: float) -> _Pair:
+    """The process group of two; both ends make it at the same time."""
+    own, timeout = PrefixStore(meeting.prefix, store), timedelta(seconds=timeout_s)
+    # The stubs lack send and recv of these classes.
+    if meeting.backend == "gloo":
+        return cast("_Pair", dist.ProcessGroupGloo(own, rank, 2, timeout))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return cast("_Pair", dist.ProcessGroupNCCL(own, rank, 2, options))

@@ -1,0 +1,228 @@
+"""What the transports with buffers of their own share: slots in a source rank's memory, and leases on them.
+
+Every source rank holds the cells that it packs, `slots` times, and answers its receivers (`lease_server`). A
+receiver rank speaks to the source ranks that have something for it, and to the first for the newest version.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client
+from secrets import token_hex
+
+import msgspec
+import numpy as np
+
+from arriero.engine.weights.copying import Bytes
+from arriero.engine.weights.layout import StaleWeights, WeightError
+from arriero.engine.weights.lease_messages import (
+    Answer,
+    Done,
+    Found,
+    Granted,
+    Join,
+    Leave,
+    Link,
+    Newest,
+    Refused,
+    Release,
+    Report,
+    Request,
+    Take,
+    Welcome,
+    prove,
+    receive_answer,
+    send,
+)
+from arriero.engine.weights.lease_server import LeaseServer, Welcoming
+from arriero.engine.weights.plan import Plan
+from arriero.engine.weights.ranks import OneRank, Ranks, first_says
+from arriero.engine.weights.transport import Outcome, Span, lease_timeout
+from arriero.schemas.weights import ShardManifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How a source rank is reached, and how long it waits. `secret` is the run's; both ends prove it.
+
+    `host` is an address that receivers can reach; nothing on the connection is encrypted.
+    """
+
+    secret: bytes
+    host: str = "127.0.0.1"
+    slots: int = 2
+    lease_timeout_s: float | None = None
+
+
+class ServedOutlet:
+    """A source rank's slots and receivers. All ranks make theirs together."""
+
+    scheme = ""
+
+    def __init__(self, plan: Plan, serving: Serving, ranks: Ranks | None, welcome: Welcoming) -> None:
+        if serving.slots < 2:
+            raise ValueError(f"slots is {serving.slots}; at least 2: one is written while the other is read")
+        self._ranks = ranks or OneRank()
+        self.part_bytes = plan.part_bytes(self._ranks.rank)
+        # Written to once, so that the first publish meets warm pages.
+        self.slots: Bytes = np.ones((serving.slots, max(self.part_bytes, 1)), dtype=np.uint8)
+        total = sum(plan.part_bytes(rank) for rank in range(plan.num_sources))
+        self._lease_timeout_s = lease_timeout(total, serving.lease_timeout_s)
+        self.session = first_says(self._ranks, lambda: token_hex(16).encode()).decode()
+        self._server = LeaseServer(
+            (serving.host, 0), serving.secret, plan.digest, self.session, serving.slots, welcome
+        )
+        said = self._ranks.gather(msgspec.msgpack.encode(self._server.address))
+        self._server.addresses = [msgspec.msgpack.decode(data, type=tuple[str, int]) for data in said]
+        self.url = "{}://{}:{}".format(self.scheme, *self._server.addresses[0])
+        self.overtaken: tuple[str, ...] = ()
+        self._slot = serving.slots - 1
+
+    def begin(self, version: int) -> tuple[int, Bytes]:
+        slot = (self._slot + 1) % len(self.slots)
+        self.overtaken = self._server.free(slot, self._lease_timeout_s)
+        return slot, self.slots[slot][: self.part_bytes]
+
+    def announce(self, manifest: ShardManifest) -> None:
+        self._slot = manifest.slot
+        self._server.commit(manifest)
+
+    def outcomes(self) -> Mapping[str, Outcome]:
+        return self._server.outcomes()
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class Source:
+    """A receiver rank's connection to one source rank."""
+
+    def __init__(self, rank: int, address: tuple[str, int], secret: bytes, bound_s: float) -> None:
+        self.rank, self._bound_s = rank, bound_s
+        self._where = f"source rank {rank} at {address[0]}:{address[1]}"
+        try:
+            self._link: Link = Client(address)
+            prove(self._link, secret, first=False)
+        except (OSError, EOFError) as error:
+            raise WeightError(f"{self._where}: {str(error) or type(error).__name__}") from error
+
+    def ask(self, request: Request, wait_s: float = 0.0) -> Answer:
+        """The answer; WeightError if it is a refusal, or if there is none in time."""
+        try:
+            send(self._link, request)
+            if not self._link.poll(wait_s + self._bound_s):
+                raise WeightError(f"{self._where} has not answered for {wait_s + self._bound_s:.0f} s")
+            answer = receive_answer(self._link)
+        except (OSError, EOFError) as error:
+            raise WeightError(f"{self._where} is gone: {str(error) or type(error).__name__}") from error
+        if isinstance(answer, Refused):
+            raise (StaleWeights if answer.stale else WeightError)(answer.error)
+        return answer
+
+    @property
+    def gone(self) -> bool:
+        """Whether the connection has ended; only while no answer is due."""
+        try:
+            return self._link.poll(0)
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class ServedInlet:
+    """A receiver rank's end, but for the bytes. `name` is what the senders call it, e.g. generator-0/1."""
+
+    stable = False
+
+    def __init__(self, url: str, plan: Plan, name: str, secret: bytes, bound_s: float = 60.0) -> None:
+        self._plan, self._name, self._secret, self._bound_s = plan, name, secret, bound_s
+        host, _, port = url.partition("://")[2].rpartition(":")
+        self.sources: dict[int, Source] = {}
+        self._addresses = [(host, int(port))]
+        self.source(0)
+
+    def newest(self, after: int = -1, wait_s: float = 0.0) -> ShardManifest | None:
+        found = self.source(0).ask(Newest(after, wait_s), wait_s)
+        assert isinstance(found, Found), "what Newest is answered with"
+        return ShardManifest.model_validate_json(found.manifest) if found.manifest else None
+
+    @contextmanager
+    def lease(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[None, None, None]:
+        held: list[Source] = []
+        try:
+            for rank in dict.fromkeys(span.source for span in spans):
+                granted = self.source(rank).ask(Take(manifest.session, manifest.version))
+                assert isinstance(granted, Granted), "what Take is answered with"
+                held.append(self.source(rank))
+                if granted.slot != manifest.slot:
+                    raise StaleWeights(f"version {manifest.version} is in another slot")
+            yield
+        except StaleWeights:
+            self._release(held)
+            raise
+        except Exception as error:
+            # What was under way may still arrive: with new connections nothing can be taken for it.
+            for source in held:
+                self.disconnect(source.rank)
+            if self._lost(manifest, [source.rank for source in held]):
+                raise StaleWeights(
+                    f"{self._name} was overtaken: version {manifest.version} was overwritten as it was read"
+                ) from error
+            raise
+        if self._release(held):
+            raise StaleWeights(
+                f"{self._name} was overtaken: version {manifest.version} was overwritten as it was read"
+            )
+
+    def report(self, version: int, error: str) -> None:
+        self.source(0).ask(Report(version, error))
+
+    def close(self) -> None:
+        for rank, source in list(self.sources.items()):
+            with suppress(WeightError):  # it may be gone already
+                source.ask(Leave())
+            self.disconnect(rank)
+
+    def _release(self, held: Sequence[Source]) -> bool:
+        """Whether a lease had been taken from us. What a source that is gone had sent is verified or not."""
+        overtaken = False
+        for source in held:
+            try:
+                answer = source.ask(Release())
+                overtaken |= isinstance(answer, Done) and not answer.valid
+            except WeightError:
+                self.disconnect(source.rank)
+        return overtaken
+
+    def _lost(self, manifest: ShardManifest, ranks: Sequence[int]) -> bool:
+        """Whether one of the source ranks no longer has this version."""
+        try:
+            for rank in ranks:
+                self.source(rank).ask(Take(manifest.session, manifest.version))
+                self.source(rank).ask(Release())
+        except StaleWeights:
+            return True
+        except WeightError:
+            pass
+        return False
+
+    def source(self, rank: int) -> Source:
+        """The connection to a source rank, made when it is first needed, and anew after an error."""
+        if rank not in self.sources:
+            source = Source(rank, self._addresses[rank], self._secret, self._bound_s)
+            welcome = source.ask(Join(self._name, self._plan.digest))
+            assert isinstance(welcome, Welcome), "what Join is answered with"
+            self._addresses = welcome.addresses
+            self.sources[rank] = source
+            self.welcomed(rank, welcome.extra)
+        return self.sources[rank]
+
+    def disconnect(self, rank: int) -> None:
+        """End a connection without a word."""
+        if rank in self.sources:
+            self.sources.pop(rank).close()
+
+    def welcomed(self, rank: int, extra: bytes) -> None:
+        """What this transport does with a source rank's answer."""

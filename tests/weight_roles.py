@@ -1,0 +1,322 @@
+"""Senders and receivers of sharded weights as processes of their own, told what to do through a pipe.
+
+The processes are forked from a server that has imported everything once, so that a test starts them in
+milliseconds, and is itself never forked.
+"""
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arriero.engine.weights.copying import Bytes
+from arriero.engine.weights.dist_transport import DistInlet, DistOutlet
+from arriero.engine.weights.nixl_transport import NixlInlet, NixlOutlet
+from arriero.engine.weights.plan import Plan, plan_weights
+from arriero.engine.weights.ranks import GroupRanks
+from arriero.engine.weights.served import Serving
+from arriero.engine.weights.sharded import ShardReceiver, ShardSender
+from arriero.engine.weights.sharding import llama_layout
+from arriero.engine.weights.shm_transport import ShmInlet, ShmOutlet
+from arriero.engine.weights.store_transport import StoreInlet, StoreOutlet
+from arriero.engine.weights.transport import Inlet, Outlet, Span
+from arriero.schemas.layouts import LlamaShape, Parallelism, RankLayout, WorldLayout
+from arriero.schemas.weights import ShardManifest
+
+TransportName = Literal["shm", "gloo", "nixl", "store"]
+Trap = Literal["", "raise", "kill", "stop", "hold", "flip"]
+SECRET = b"of this test"
+SMALL = LlamaShape(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=101,
+)  # fmt: skip
+ENGINES = {
+    "tp1": Parallelism(fused=True),
+    "tp2": Parallelism(tensor=2, fused=True, vocabulary_multiple=64),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all processes of a test agree on. `place` is a name for shm, a folder for the store."""
+
+    transport: TransportName
+    place: str
+    trainer: Parallelism
+    shape: LlamaShape = SMALL
+    bound_s: float = 20.0
+
+    def plan(self) -> Plan:
+        engines = {name: llama_layout(self.shape, engine) for name, engine in ENGINES.items()}
+        return plan_weights(llama_layout(self.shape, self.trainer), engines, cell_bytes=4096)
+
+    def outlet(self, plan: Plan, ranks: GroupRanks) -> Outlet:
+        if self.transport == "shm":
+            return ShmOutlet(self.place, plan, ranks, lease_timeout_s=self.bound_s)
+        if self.transport == "store":
+            return StoreOutlet(self.place, plan, ranks, lease_timeout_s=self.bound_s)
+        serving = Serving(secret=SECRET, lease_timeout_s=self.bound_s)
+        if self.transport == "gloo":
+            return DistOutlet(plan, serving, ranks)
+        return NixlOutlet(plan, serving, ranks)
+
+    def inlet(self, url: str, plan: Plan, name: str) -> Inlet:
+        if self.transport == "shm":
+            return ShmInlet(url, plan, name)
+        if self.transport == "store":
+            return StoreInlet(url, plan, name)
+        if self.transport == "gloo":
+            return DistInlet(url, plan, name, SECRET, bound_s=10.0)
+        return NixlInlet(url, plan, name, SECRET, bound_s=10.0)
+
+
+def weights(layout: WorldLayout, seed: int) -> dict[str, Tensor]:
+    """Logical tensors of a model, whole; other ones for each seed."""
+    random = torch.Generator().manual_seed(seed)
+    return {tensor.name: torch.randn(tensor.shape, generator=random) for tensor in layout.tensors}
+
+
+def shards(layout: RankLayout, logical: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a rank holds of them, by its layout; -1 in the padding."""
+    held: dict[str, Tensor] = {}
+    for stored in layout.stored:
+        held[stored.name] = torch.full(stored.shape, -1.0)
+        for piece in stored.pieces:
+            to = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.shape, strict=True))
+            box = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
+            held[stored.name][to] = logical[piece.tensor][box]
+    return held
+
+
+class Trapped:
+    """An inlet with an accident after its first span: it raises, dies, stops, is slow or flips a bit."""
+
+    def __init__(self, inlet: Inlet, trap: Trap) -> None:
+        self._inlet, self._trap = inlet, trap
+        self.stable = inlet.stable
+
+    def newest(self, after: int = -1, wait_s: float = 0.0) -> ShardManifest | None:
+        return self._inlet.newest(after, wait_s)
+
+    def lease(self, manifest: ShardManifest, spans: Sequence[Span]) -> AbstractContextManager[None]:
+        return self._inlet.lease(manifest, spans)
+
+    def fetch(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
+        for number, data in enumerate(self._inlet.fetch(manifest, spans)):
+            if number == 1:
+                self._spring(data)
+                if self._trap == "flip":
+                    data = data if data is spans[number].into else data.copy()
+                    data[7] ^= 1
+            yield data
+
+    def report(self, version: int, error: str) -> None:
+        self._inlet.report(version, error)
+
+    def close(self) -> None:
+        self._inlet.close()
+
+    def _spring(self, data: Bytes) -> None:
+        if self._trap == "raise":
+            raise RuntimeError("out of memory, for instance")
+        if self._trap == "hold":
+            time.sleep(0.7)
+        if self._trap in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if self._trap == "kill" else signal.SIGSTOP)
+
+
+class _Sender:
+    def __init__(self, setting: Setting, rank: int, meeting: str) -> None:
+        size = setting.trainer.num_ranks
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        assert dist.group.WORLD is not None
+        self.plan, self._rank, ranks = setting.plan(), rank, GroupRanks(dist.group.WORLD)
+        outlet = setting.outlet(self.plan, ranks)
+        self.url, self._sender = outlet.url, ShardSender(outlet, self.plan, ranks, threads=1)
+
+    def address(self) -> str:
+        return self.url
+
+    def publish(self, version: int, seed: int, must_change: bool = True, lose: int = -1) -> tuple[str, ...]:
+        layout = self.plan.source
+        held = shards(layout.ranks[self._rank], weights(layout, seed))
+        if self._rank == lose:
+            held.pop("model.norm.weight")
+        self._sender.publish(version, held, must_change=must_change)
+        return self._sender.overtaken
+
+    def publish_for(self, seconds: float, begin: int) -> int:
+        """Versions almost as fast as they go, each with its number as seed; the last one's."""
+        until, version = time.monotonic() + seconds, begin
+        while True:
+            self.publish(version, version)
+            done = torch.tensor([float(time.monotonic() > until and version > begin + 4)])
+            dist.broadcast(done, 0)
+            if done.item():
+                return version
+            version += 1
+            time.sleep(0.005)  # a machine may be so busy that a receiver needs several versions for a word
+
+    def report(self, version: int, expected: Sequence[str], timeout_s: float) -> tuple[Any, ...]:
+        report = self._sender.report(version, expected=expected, timeout_s=timeout_s)
+        return report.taken, dict(report.failed)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+class _Receiver:
+    def __init__(self, setting: Setting, url: str, name: str, kind: str, rank: int) -> None:
+        self._layout = llama_layout(setting.shape, ENGINES[kind])
+        plan = setting.plan()
+        self._inlet = setting.inlet(url, plan, name)
+        self._receiver = ShardReceiver(self._inlet, plan, kind, rank, threads=1)
+        self._plan, self._kind, self._rank = plan, kind, rank
+        self._into = {s.name: torch.full(s.shape, -1.0) for s in self._layout.ranks[rank].stored}
+
+    def newest(self, after: int = -1, wait_s: float = 0.0) -> int | None:
+        manifest = self._receiver.newest(after, wait_s)
+        return None if manifest is None else manifest.version
+
+    def take(self, after: int = -1, trap: Trap = "", forget: bool = False) -> int:
+        """Receive the newest version beyond `after`; its number."""
+        manifest = self._receiver.newest(after, 10.0)
+        assert manifest is not None, f"no version after {after} within 10 s"
+        receiver = self._receiver
+        if trap:
+            inlet = Trapped(self._inlet, trap)
+            receiver = ShardReceiver(inlet, self._plan, self._kind, self._rank, threads=1)
+        receiver.receive(manifest, {} if forget else self._into)
+        return manifest.version
+
+    def holds(self, seed: int) -> bool:
+        """Whether every element is that of these weights, and the padding untouched."""
+        want = shards(self._layout.ranks[self._rank], weights(self._layout, seed))
+        return all(torch.equal(self._into[name], tensor) for name, tensor in want.items())
+
+    def take_all(self, until: int) -> int:
+        """Every version that can be had, up to `until`; how many. Each is looked at."""
+        last, count = -1, 0
+        while last < until:
+            manifest = self._receiver.catch_up(self._into, last, 20.0)
+            assert manifest is not None
+            assert manifest.version > last
+            assert self.holds(manifest.version), f"version {manifest.version} has other values"
+            last, count = manifest.version, count + 1
+        return count
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def _serve(pipe: "Connection[Any, Any]", make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    role: Any = None
+    while True:
+        try:
+            name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if name == "start":
+                role = make(*arguments)
+                pipe.send((True, None))
+            else:
+                pipe.send((True, getattr(role, name)(*args)))
+        except Exception as error:  # noqa: BLE001  # the parent raises it
+            traceback.print_exc()
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+        if name == "close":
+            return
+
+
+class Failed(Exception):
+    """The error of a process, as its type and message."""
+
+
+class Role:
+    """A process, as its parent sees it."""
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["tests.weight_roles"])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.tell("start")
+
+    def tell(self, name: str, *args: Any) -> None:
+        self._pipe.send((name, args))
+
+    def answer(self, timeout_s: float = 30.0) -> Any:
+        """What it gave; Failed with its error."""
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"no answer within {timeout_s} s")
+        good, result = self._pipe.recv()
+        if not good:
+            raise Failed(result)
+        return result
+
+    def ask(self, name: str, *args: Any) -> Any:
+        self.tell(name, *args)
+        return self.answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self._pipe.close()
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+
+
+class Crew:
+    """The ranks of a trainer, and receivers that join when they are told to."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self.setting = setting
+        meeting = str(folder / "meeting")
+        ranks = range(setting.trainer.num_ranks)
+        self.senders = [Role(_Sender, setting, rank, meeting) for rank in ranks]
+        for sender in self.senders:
+            sender.answer()
+        self._url = self.senders[0].ask("address")
+        self._receivers: list[Role] = []
+
+    def receivers(self, *names: str) -> list[Role]:
+        """One process for each name: <kind>-<which>/<rank>, e.g. tp2-0/1."""
+        fresh = [
+            Role(_Receiver, self.setting, self._url, name, name.split("-")[0], int(name.split("/")[1]))
+            for name in names
+        ]
+        self._receivers += fresh
+        for receiver in fresh:
+            receiver.answer()
+        return fresh
+
+    def all_senders(self, name: str, *args: Any) -> list[Any]:
+        for sender in self.senders:
+            sender.tell(name, *args)
+        return [sender.answer() for sender in self.senders]
+
+    def report(self, version: int, expected: Sequence[str] = (), timeout_s: float = 10.0) -> tuple[Any, ...]:
+        report: tuple[Any, ...] = self.senders[0].ask("report", version, expected, timeout_s)
+        return report
+
+    def end(self) -> None:
+        for role in (*self.senders, *self._receivers):
+            role.end()
