@@ -14,6 +14,7 @@ from arriero.components.verifiers.constraints import Constraint, Constraints
 from arriero.components.verifiers.function import Function, Judged, RewardFunction
 from arriero.components.verifiers.gsm8k import Gsm8k
 from arriero.components.verifiers.gym import ReasoningGym
+from arriero.components.verifiers.judge import Endpoint, LlmJudge, RewardModel
 from arriero.components.verifiers.known import Known
 from arriero.components.verifiers.mathematics import Math
 from arriero.components.verifiers.mixture import Part, SumScorer
@@ -28,15 +29,15 @@ from arriero.components.verifiers.version import reward_version
 from arriero.schemas.messages import Prompt, Rollout, Score
 
 __all__ = [
-    "Code", "Constraint", "Constraints", "Contains", "ExactMatch", "Format", "Function", "Gsm8k",
-    "JsonSchema", "Judged", "Known", "Length", "Limits", "Math", "MultipleChoice", "ReasoningGym", "Regex",
-    "Reward", "RewardFunction", "RolloutReward", "SandboxLimits", "SingleReward", "Term", "WeightedSum",
-    "reward_version",
+    "Code", "Constraint", "Constraints", "Contains", "Endpoint", "ExactMatch", "Format", "Function", "Gsm8k",
+    "JsonSchema", "Judged", "Known", "Length", "Limits", "LlmJudge", "Math", "MultipleChoice",
+    "ReasoningGym", "Regex", "Reward", "RewardFunction", "RewardModel", "RolloutReward", "SandboxLimits",
+    "SingleReward", "Term", "WeightedSum", "reward_version",
 ]  # fmt: skip
 
 SingleReward: TypeAlias = Annotated[
     ExactMatch | Contains | MultipleChoice | Gsm8k | Math | Regex | JsonSchema | Constraints | ReasoningGym
-    | Code | Function | Length | Format,
+    | Code | Function | LlmJudge | RewardModel | Length | Format,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -83,6 +84,6 @@ async def _opened(terms: tuple[Term, ...]) -> AsyncGenerator[Scorer, None]:
 
 Reward: TypeAlias = Annotated[
     ExactMatch | Contains | MultipleChoice | Gsm8k | Math | Regex | JsonSchema | Constraints | ReasoningGym
-    | Code | Function | Length | Format | WeightedSum,
+    | Code | Function | LlmJudge | RewardModel | Length | Format | WeightedSum,
     Field(discriminator="kind"),
 ]  # fmt: skip

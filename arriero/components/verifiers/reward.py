@@ -60,6 +60,7 @@ class RolloutReward(ABC):
     """
 
     shaping: ClassVar[bool] = False  # no verdict on the answer: left out of the raw reward of a sum
+    ranked: ClassVar[bool] = False  # canaries are compared by value, not by outcome
 
     @abstractmethod
     def score(self, prompt: Prompt, rollout: Rollout) -> Score | Awaitable[Score]:
