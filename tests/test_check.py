@@ -122,6 +122,20 @@ def test_parts_that_are_not_connected_are_refused() -> None:
     assert problems(g) == ["other: not connected to source; use one graph for each part"]
 
 
+def test_a_second_source_is_refused() -> None:
+    g = Graph("joined")
+    g.add(Join(), name="join")(g.add(Source(), name="easy")(), g.add(Source(), name="hard")())
+    assert problems(g) == [
+        "easy, hard are 2 sources; a graph has one: mix the data in a component",
+    ]
+
+
+def test_ranks_that_follow_a_loop_are_refused() -> None:
+    assert problems(with_field(looped((1, 1)), "ranks", {"follower": 2})) == [
+        "follower: it follows a loop, so it has one rank, not 2; use replicas"
+    ]
+
+
 def test_streams_and_loops_of_another_graph_are_refused() -> None:
     g, other = Graph("g"), Graph("other")
     weights = other.loop(Weights, staleness=1)

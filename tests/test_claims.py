@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,30 @@ async def test_a_payload_stays_until_the_last_group_has_acknowledged(
     await other.ack()
     await other.ack()
     assert objects(tmp_path) == []
+
+
+class SlowStore(FolderStore):
+    """Reads in a thread, and slowly, as one far away does."""
+
+    bounded = False
+
+    def read(self, edge: str, name: str, group: str) -> bytes:
+        time.sleep(0.1)
+        return super().read(edge, name, group)
+
+
+async def test_a_lease_cancelled_on_its_last_delivery_is_no_dead_letter(tmp_path: Path) -> None:
+    broker, inner = await checked(SlowStore(tmp_path / "claims"))
+    await broker.producer("rollouts", 0).put("large", LARGE)
+    consumer = broker.consumer("rollouts", "reward")
+    for _ in range(2):
+        await (await take(consumer)).nack()
+    call = asyncio.ensure_future(consumer.lease(wait_s=5))
+    while not (await inner.depth("rollouts")).leased["reward"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert await inner.dead_letters() == []
 
 
 async def test_a_known_id_leaves_nothing_in_the_store(store: ClaimStore, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from arriero.engine.runtime import Ledger, LedgerError
 from arriero.engine.runtime.journal import event_id
-from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Trained
+from arriero.schemas.ledger import EVENT, Admitted, DroppedEvent, Evaluated, Event, Trained
 from arriero.schemas.messages import DropReason, Split
 
 
@@ -96,3 +98,21 @@ def test_an_event_written_again_after_a_restart_has_the_same_name() -> None:
     names = [event_id(e) for e in (admitted(3), dropped(3), trained(7, 3, staleness=1))]
     assert names == ["admitted:p3", "dropped:p3>generator", "trained:trainer:7"]
     assert event_id(trained(7, 3, staleness=0)) == names[2]
+
+
+def test_a_metric_that_overflowed_is_read_back_from_the_ledger_as_it_was() -> None:
+    event = trained(1, 0).model_copy(update={"metrics": {"ratio": float("inf"), "kl": float("nan")}})
+    for written in (EVENT.dump_json(event), event.model_dump_json()):
+        found = json.loads(written, parse_constant=pytest.fail)["metrics"]
+        assert found == {"ratio": "Infinity", "kl": "NaN"}
+    back = EVENT.validate_json(EVENT.dump_json(event))
+    assert isinstance(back, Trained)
+    assert back.metrics["ratio"] == float("inf")
+    assert back.metrics["kl"] != back.metrics["kl"]
+
+
+def test_several_trainers_train_a_prompt_once_each() -> None:
+    ledger = after(admitted(0), admitted(1), trained(1, 0), trained(1, 0, 1, node="critic"))
+    assert (ledger.trained, ledger.trained_by("trainer"), ledger.trained_by("critic")) == (2, 1, 2)
+    with pytest.raises(LedgerError, match="prompt number 0 is trained in version 2, but was trained before"):
+        ledger.apply(trained(2, 0, node="critic"))

@@ -142,7 +142,9 @@ def test_the_manifest_says_where_code_and_packages_come_from() -> None:
 
 def test_the_manifest_holds_no_secret() -> None:
     url, section = "--url=s3://user:hunter2@host/x", '{"password": "hunter2"}'
-    found = manifest("--api_key", "hunter2", "--api-key=hunter2", url, "--s", section)
+    found = manifest(
+        "--api_key", "hunter2", "--api-key=hunter2", "--hf-token", "hunter2", url, "--s", section
+    )
 
     assert "hunter2" not in found.model_dump_json()
     assert found.config["eos_token"] == "</s>"

@@ -28,4 +28,5 @@ class ComputeThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # Not waited for: that would hold up the whole event loop while a cancelled call goes on.
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -38,6 +38,7 @@ def check(graph: Graph) -> GraphSpec:
     problems = [*_unread_loops(spec), *_closer_problems(spec), *_role_problems(spec), *places]
     problems += _component_problems(graph, spec)
     problems += _caught(partial(repetitions, spec)) or [
+        *_source_problems(spec),
         *_caught(partial(windows, spec)),
         *(p for n in spec.nodes for p in _rank_problems(spec, n)),
     ]
@@ -116,6 +117,13 @@ def _not_portable(graph: Graph) -> Iterator[str]:
         yield from _caught(partial(node_spec, n))
 
 
+def _source_problems(spec: GraphSpec) -> Iterator[str]:
+    # Each would count its records from 0, and the ledger tells prompts apart by their numbers.
+    sources = [n.name for n in spec.nodes if all(i.loop for i in n.inputs)]
+    if len(sources) > 1:
+        yield f"{', '.join(sources)} are {len(sources)} sources; a graph has one: mix the data in a component"
+
+
 def _unread_loops(spec: GraphSpec) -> Iterator[str]:
     for loop in spec.loops:
         if not any(i.loop and i.source == loop.name for n in spec.nodes for i in n.inputs):
@@ -190,6 +198,8 @@ def _component_problems(graph: Graph, spec: GraphSpec) -> Iterator[str]:
 def _rank_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
     if n.ranks == 1:
         return
+    if any(i.loop for i in n.inputs):
+        yield f"{n.name}: it follows a loop, so it has one rank, not {n.ranks}; use replicas"
     for source, records in records_per_firing(spec, n.name).items():
         if records > 1 and records % n.ranks:
             yield (

@@ -286,7 +286,9 @@ class _Consumer:
                 if lease.deliveries == 1:
                     raise
             except asyncio.CancelledError:
-                await lease.nack("cancelled")
+                # On its last delivery it would become a dead letter; then it goes back when we disconnect.
+                if lease.deliveries < (await self._broker.edge(self._edge)).max_deliveries:
+                    await lease.nack("cancelled")
                 raise
 
     async def release(self, claim: Claim) -> None:

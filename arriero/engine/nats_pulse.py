@@ -85,8 +85,8 @@ class Pulse:
         now = time.monotonic()
         held = dict(self._held)
         for reply, lease in held.items():
-            await link.publish(reply, b"+WPI")
-            lease.extended(now)
+            if await link.publish(reply, b"+WPI"):
+                lease.extended(now)
         try:
             payload = self._state()
         except Exception:  # noqa: BLE001  # the caller's function; a beat is missed, which is seen

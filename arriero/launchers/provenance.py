@@ -21,7 +21,9 @@ from arriero.schemas.manifest import CodeRevision, Hardware, PipelineSource, Run
 
 MASK = "***"
 SECRET_NAME = re.compile(
-    r"passw(or)?d|secret|credential|api[-_]?key|(access|private)[-_]?key|auth[-_]?token", re.I
+    r"passw(or)?d|secret|credential|api[-_]?key|(access|private)[-_]?key"
+    r"|(auth|access|bearer|api|hf|hub)[-_]?token",
+    re.I,
 )
 SECRET_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 

@@ -49,7 +49,8 @@ async def _run(run_dir: Path, role: str, replica: int) -> None:
     run = RunDir(run_dir)
     spec, options = run.read_graph(), run.read_options()
     address = await wait_for_hub(run_dir, bound_s=_HUB_BOUND_S)
-    link = await NatsBroker.connect(address.url, os.environ.get(TOKEN, ""), run=options.run_id)
+    # Taken out: what a component starts (a reward's worker) has no business with the broker.
+    link = await NatsBroker.connect(address.url, os.environ.pop(TOKEN, ""), run=options.run_id)
     broker = ClaimChecked(link, FolderStore.in_memory(options.run_id))
     try:
         with suppress(Stopped):

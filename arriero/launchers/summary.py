@@ -26,7 +26,8 @@ class Account:
 
     def __init__(self, spec: GraphSpec) -> None:
         self._spec = spec
-        self._trained: list[tuple[float, Trained]] = []
+        self._trained: list[tuple[float, float]] = []  # time and mean reward, by version
+        self._trainer = ""
         self._outcomes: dict[int, Counter[Outcome]] = {}
         self._work: dict[tuple[str, int], NodeStatus] = {}  # node, replica -> at its last progress
 
@@ -34,7 +35,8 @@ class Account:
         """`at_s` is any clock in seconds, the same for all events."""
         match event:
             case Trained():
-                self._trained.append((at_s, event))
+                self._trained.append((at_s, event.reward_mean))
+                self._trainer = self._trainer or event.node
             case Evaluated():
                 self._outcomes.setdefault(event.version, Counter()).update(event.outcomes)
             case _:
@@ -79,7 +81,7 @@ class Account:
             if not done:
                 return {}
             per_firing = sum(s.busy_s for s in self._statuses(n)) / done
-            found[n.name] = per_firing * rounds[n.name] / rounds[self._trained[0][1].node] / n.replicas
+            found[n.name] = per_firing * rounds[n.name] / rounds[self._trainer] / n.replicas
         return found
 
     def idle_share(self) -> dict[str, float]:
@@ -99,7 +101,7 @@ class Account:
         return {role: rate for role, rate in rates.items() if rate}
 
     def summary(self, ledger: Ledger, *, state: State, error: str, wall_s: float) -> RunSummary:
-        rewards = [t.reward_mean for _, t in self._trained]
+        rewards = [reward for _, reward in self._trained]
         edge = max(1, round(len(rewards) * _EDGE_SHARE))
         before, after = self.accuracies()
         busy = self.busy_per_step()

@@ -5,11 +5,14 @@ It balances: every admitted prompt ends trained, evaluated or dropped with a rea
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, TypeAdapter
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter
 
 from arriero.schemas.messages import DropReason, Message, Outcome, Split
+
+# JSON has no NaN: written as null, a metric that overflowed would make the ledger unreadable.
+_JSON = ConfigDict(ser_json_inf_nan="strings")
 
 
 class Admitted(Message):
@@ -44,6 +47,8 @@ class Trained(Message):
     Staleness is counted in versions: the version about to be replaced minus the one that sampled the token.
     """
 
+    model_config: ClassVar[ConfigDict] = _JSON
+
     kind: Literal["trained"] = "trained"
     node: str
     version: NonNegativeInt
@@ -68,7 +73,7 @@ class Evaluated(Message):
 
 
 Event = Annotated[Admitted | DroppedEvent | Trained | Evaluated, Field(discriminator="kind")]
-EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+EVENT: TypeAdapter[Event] = TypeAdapter(Event, config=_JSON)
 
 
 class Ended(Message):

@@ -25,7 +25,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self._state = bytearray()
-        self._trained_by: dict[str, set[int]] = {}
+        self._trained_by: dict[str, bytearray] = {}  # by node: 1 for a prompt that it has trained
+        self._num_trained: Counter[str] = Counter()
         self.admitted = self.trained = 0
         self.dropped: Counter[str] = Counter()
         self.versions: dict[str, int] = {}
@@ -51,7 +52,7 @@ class Ledger:
 
     def trained_by(self, node: str) -> int:
         """Prompts that `node` has trained."""
-        return len(self._trained_by.get(node, ()))
+        return self._num_trained[node]
 
     def apply(self, event: Event) -> None:
         """Take one event into account. Raises LedgerError if it contradicts an earlier one."""
@@ -79,15 +80,17 @@ class Ledger:
         self.admitted += 1
 
     def _train(self, event: Trained) -> None:
-        mine = self._trained_by.setdefault(event.node, set())
+        mine = self._trained_by.setdefault(event.node, bytearray())
+        mine.extend(bytes(len(self._state) - len(mine)))
         for k in event.origins:
             state = self._known(k, f"trained in version {event.version}")
-            if k in mine or state == _DROPPED:
+            if mine[k] or state == _DROPPED:
                 earlier = "dropped" if state == _DROPPED else "trained"
                 raise LedgerError(
                     f"prompt number {k} is trained in version {event.version}, but was {earlier} before"
                 )
-            mine.add(k)
+            mine[k] = 1
+            self._num_trained[event.node] += 1
             if state == _IN_FLIGHT:
                 self._state[k] = _TRAINED
                 self.trained += 1
