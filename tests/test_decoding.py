@@ -417,3 +417,12 @@ def test_a_cuda_device_gives_the_log_probabilities_of_a_plain_forward_pass() -> 
     for key, completion in done.items():
         expected = forward_logprobs(model, PROMPTS[int(key) % 5], completion.token_ids, 1.0)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
+
+
+def test_the_cache_takes_memory_for_what_is_decoded_and_not_for_the_whole_context() -> None:
+    """At 10**9 tokens of context nothing could be allocated in advance."""
+    model = endless(tiny_llama(scale=8.0))
+    done = run_all(engine_of(model, Sampling(max_new_tokens=40), max_length=10**9), requests(PROMPTS))
+    for key, completion in done.items():
+        expected = forward_logprobs(model, PROMPTS[int(key)], completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)

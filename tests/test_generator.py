@@ -79,8 +79,8 @@ def running(model: Path, counted: dict[str, int] | None = None) -> Yields[Publis
             counted[name] = counted.get(name, 0) + number
 
     context = Context(
-        run_id=f"test-{uuid4().hex[:8]}", run_dir=Path(), node="generator", replica=0, rank=0, ranks=1, seed=5,
-        deterministic=False, staleness=1, loop="weights", count=count,
+        run_id=f"test-{uuid4().hex[:8]}", run_dir=Path(), node="generator", replica=0, rank=0, ranks=1,
+        seed=5, deterministic=False, staleness=1, loop="weights", count=count,
     )  # fmt: skip
     try:
         with entered(context):
@@ -205,6 +205,7 @@ def test_check_refuses_what_the_model_cannot_hold(model: Path, tmp_path: Path) -
         Generator(model=str(model), sampling=Sampling(max_new_tokens=512))
     )
     assert "samples=8" in problems(Generator(model=str(model), slots=4))
+    assert "made for 512 tokens; use at most 512" in problems(Generator(model=str(model), context=513))
     assert "is not a directory" in problems(Generator(model=str(tmp_path / "missing")))
     (tmp_path / "empty").mkdir()
     assert "no config.json" in problems(Generator(model=str(tmp_path / "empty")))

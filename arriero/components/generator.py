@@ -50,7 +50,10 @@ class Generator:
         yield from check_model_directory(self.model)
         if self.slots < self.samples:
             yield f"slots={self.slots} can't hold samples={self.samples}; use at least {self.samples}"
-        room = self.context or context_length(self.model)
+        most = context_length(self.model)
+        if self.context and most and self.context > most:
+            yield f"context={self.context}, but the model was made for {most} tokens; use at most {most}"
+        room = self.context or most
         if room is not None and self.sampling.max_new_tokens >= room:
             yield (
                 f"the context of {room} tokens leaves no room for a prompt beside "

@@ -1,4 +1,4 @@
-"""A preallocated KV cache whose rows all end at the same column.
+"""A KV cache in buffers that are used again and again, whose rows all end at the same column.
 
     column:   0 .................... end ....... columns
     row 0       . . . . . p p p p r r r | . . .
@@ -8,7 +8,8 @@
 A decoding step writes one column for all rows (a plain copy, no scatter) and attends over all columns: a
 window inside of longer rows would cost a CPU three times as much, because its prefetchers run along memory.
 So the number of columns follows the longest row: whenever they are used up, the rows are laid out anew,
-moved to the front, with as many free columns as an eighth of their length.
+moved to the front, with as many free columns as an eighth of their length. The buffers grow to the longest
+rows there have been: for the whole context of a model they would rarely fit into memory.
 
 Only the columns of a row count for it, but masked ones are still multiplied (by zero) and have to hold finite
 numbers: `clear` the row of a sequence that overflowed.
@@ -42,7 +43,8 @@ class SlotCache(Cache):
         self.end = 0
         self._slots = slots
         self._most_columns = _columns_for(max_length)
-        self._storage: list[tuple[Tensor, Tensor]] = []  # flat, for the most columns
+        self._room = 0  # columns that the storage holds
+        self._storage: list[tuple[Tensor, Tensor]] = []  # flat
         self._tensors: list[tuple[Tensor, Tensor]] = []  # views of it, with the columns of now
 
     def advance(self, width: int) -> None:
@@ -60,7 +62,10 @@ class SlotCache(Cache):
         """Copy row `source_N[i]` of computed states [B, heads, length, head_dim] into row `rows_N[i]`."""
         if not self._storage:
             self._storage = [(self._allocate(keys), self._allocate(values)) for keys, values in layers]
-            self._tensors = self._views(self.columns, layers)
+            self._tensors = [
+                (self._view(own[0], self.columns, keys), self._view(own[1], self.columns, values))
+                for own, (keys, values) in zip(self._storage, layers, strict=True)
+            ]
         for own, computed in zip(self._tensors, layers, strict=True):
             for buffer, states in zip(own, computed, strict=True):
                 buffer[rows_N, :, self.end - states.shape[2] : self.end] = states[source_N]
@@ -97,28 +102,31 @@ class SlotCache(Cache):
         return self.columns, 0
 
     def _allocate(self, like: Tensor) -> Tensor:
-        size = self._slots * like.shape[1] * self._most_columns * like.shape[3]
+        size = self._slots * like.shape[1] * self._room * like.shape[3]
         return torch.zeros(size, dtype=like.dtype, device=like.device)
 
-    def _views(self, columns: int, like: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        def view(flat: Tensor, tensor: Tensor) -> Tensor:
-            shape = (self._slots, tensor.shape[1], columns, tensor.shape[3])
-            return flat[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape)
-
-        pairs = zip(self._storage, like, strict=True)
-        return [(view(own[0], keys), view(own[1], values)) for own, (keys, values) in pairs]
+    def _view(self, flat: Tensor, columns: int, like: Tensor) -> Tensor:
+        shape = (self._slots, like.shape[1], columns, like.shape[3])
+        return flat[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape)
 
     def _lay_out(self, columns: int, *, width: int, end: int) -> None:
         """Change the number of columns and where rows end; the last `width` columns of the rows stay."""
-        views = self._views(columns, self._tensors) if self._tensors else []
-        for old_pair, new_pair in zip(self._tensors, views, strict=True):
-            for old, new in zip(old_pair, new_pair, strict=True):
+        grows = columns > self._room
+        if grows:
+            self._room = min(self._most_columns, max(columns, self._room * 3 // 2))
+        for layer, old_pair in enumerate(self._tensors):
+            pairs = zip(self._storage[layer], old_pair, strict=True)
+            flats = [self._allocate(old) if grows else flat for flat, old in pairs]
+            views = [self._view(flat, columns, old) for flat, old in zip(flats, old_pair, strict=True)]
+            for old, new in zip(old_pair, views, strict=True):
                 if width:
-                    # A copy between: both lie in the same storage. The numbers in all other places stay
+                    # A copy between: both may lie in the same storage. The numbers in all other places stay
                     # finite.
                     block = old[: self.rows, :, self.end - width : self.end].clone()
                     new[: self.rows, :, end - width : end] = block
-        self._tensors, self.columns, self.end = views, columns, end
+            # Layer by layer: the old storage of all of them beside the new one might not fit.
+            self._storage[layer], self._tensors[layer] = (flats[0], flats[1]), (views[0], views[1])
+        self.columns, self.end = columns, end
 
 
 def _columns_for(width: int) -> int:
