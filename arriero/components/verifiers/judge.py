@@ -110,7 +110,7 @@ class Asking:
         body = self.reward.request(prompt, rollout.text)
         for attempt in range(endpoint.retries + 1):
             if attempt:
-                count("requests retried")
+                count("requests_retried")
             asked_wait_s = 0.0
             async with self.places:
                 try:
@@ -129,7 +129,7 @@ class Asking:
                 await asyncio.sleep(
                     max(_jitter(endpoint.backoff_s, attempt), min(asked_wait_s, _MOST_WAIT_S))
                 )
-        count("requests failed")
+        count("requests_failed")
         return last
 
     async def unscorable(self, prompt: Prompt) -> str:

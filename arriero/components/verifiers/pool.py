@@ -127,7 +127,7 @@ class Pool:
         self._alive.discard(worker)
         self._start()
         self.replaced += 1
-        count("workers replaced")
+        count("workers_replaced")
         await worker.kill()
 
     def _start(self) -> None:

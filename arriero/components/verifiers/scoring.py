@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 
 from arriero.components.verifiers.canaries import refuse_blind
@@ -17,6 +18,7 @@ from arriero.schemas.messages import Dropped, Outcome, RolloutGroup, Score, Scor
 log = logging.getLogger(__name__)
 
 _BLIND = 256  # scores in a row without a verdict that end the run
+_BLIND_SLOWLY, _BLIND_S = 8, 120.0  # so many are enough if they took so long: every one runs out of time
 _UNSCORABLE = 8  # prompts from the first on that end it
 
 VERDICTS = (Outcome.OK, Outcome.WRONG)
@@ -57,6 +59,7 @@ class Desk:
         self._reward, self._scorer = reward, scorer
         self._version = reward_version(reward)
         self._scored = self._blind = 0
+        self._blind_since = 0.0
         self._unscorable: dict[int, str] = {}
 
     async def answer(self, record: RolloutGroup) -> ScoredGroup | Dropped:
@@ -81,7 +84,7 @@ class Desk:
         self._scored += 1
         for score in out.scores:
             if score.outcome not in VERDICTS:
-                count(f"scores {score.outcome.value}")
+                count(f"scores_{score.outcome.value}")
                 self._without_verdict(score)
             else:
                 self._blind = 0
@@ -93,7 +96,7 @@ class Desk:
             raise UserError(self._nothing_to_score())
 
     def _quarantined(self, out: Dropped) -> None:
-        count("prompts quarantined")
+        count("prompts_quarantined")
         log.warning("reward %s: %s", self._reward.label, out.detail)
         self._unscorable[len(self._unscorable)] = out.detail
         if not self._scored and len(self._unscorable) >= _UNSCORABLE:
@@ -106,8 +109,10 @@ class Desk:
         )
 
     def _without_verdict(self, score: Score) -> None:
+        now = time.monotonic()
+        self._blind_since = self._blind_since if self._blind else now
         self._blind += 1
-        if self._blind >= _BLIND:
+        if self._blind >= _BLIND or (self._blind >= _BLIND_SLOWLY and now - self._blind_since > _BLIND_S):
             raise UserError(
                 f"reward {self._reward.label} had no verdict {self._blind} times in a row; the last: "
                 f"{score.outcome.value}: {score.detail}"
