@@ -25,6 +25,8 @@ usage: arriero COMMAND ...
 
   run PIPELINE [--key value ...] [--config FILE.toml]    train; `run PIPELINE --help` lists every key
   check PIPELINE [the same] [--picture FILE] [--json]    check and show the graph; starts nothing
+  plan PIPELINE --model M --gpus N [--hardware NAME]     how to split a cluster for it
+  plan --from RUN                                        what to change about a run
   list                                                   the pipelines that come with arriero
   demo                                                   train a small model on this machine
   --version, --help
@@ -57,6 +59,7 @@ def _command(args: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": _run,
         "check": _check,
+        "plan": _plan,
         "list": _list,
         "demo": _demo,
     }
@@ -143,6 +146,12 @@ def _list(args: list[str]) -> int:
     found = catalog.listed()
     width = max(map(len, found), default=0)
     return _printed(lambda: "\n".join(f"{name:{width}}  {doc}".rstrip() for name, doc in found.items()))
+
+
+def _plan(args: list[str]) -> int:
+    from arriero.launchers.plan import plan_command
+
+    return plan_command(args)
 
 
 def _demo(args: list[str]) -> int:

@@ -18,6 +18,7 @@ class Decoder:
     """One generator replica over `tp` devices, at most `slots` sequences at once.
 
     `overhead_s` is added to every decoding step: scheduling, sampling, an engine without captured graphs.
+    `sharing` sequences have one prompt, taken in once.
     """
 
     model: ModelShape
@@ -26,6 +27,7 @@ class Decoder:
     precision: Precision = "bf16"
     slots: int = 256
     overhead_s: float = 0.0
+    sharing: int = 1
 
     def step(self, batch: float, context: float) -> float:
         """Seconds for one token of each of `batch` sequences that hold `context` tokens together."""
@@ -38,10 +40,14 @@ class Decoder:
         reduce = 2 * h.latency(self.tp) + 4 * size * (self.tp - 1) / self.tp / h.between(self.tp)
         return max(read, operations) + m.layers * (h.kernel_s + reduce) + self.overhead_s
 
-    def prefill(self, tokens: float) -> float:
-        """Seconds to take in `tokens` prompt tokens."""
+    def read(self, tokens: float) -> float:
+        """Seconds to take in a sequence of `tokens` tokens."""
         rate = self.hardware.rate(self.precision) * self.tp
         return tokens * self.model.forward_flops(tokens / 2) / rate
+
+    def prefill(self, prompt: float) -> float:
+        """Seconds to take in the prompt of one sequence: its part of a prompt that several share."""
+        return self.read(prompt) / self.sharing
 
     def per_token(self, batch: int, tokens: float) -> float:
         """StreamRL's per-token latency: seconds between two tokens of a sequence at this batch."""

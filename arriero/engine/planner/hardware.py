@@ -6,6 +6,7 @@ assumptions to compare plans with, in US dollars per device and hour; give your 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -25,7 +26,7 @@ class Hardware:
     `node` devices share the fast `link`; beyond it the `network` is used. `matmul_share`, `memory_share` and
     `link_share` are the shares of the peaks that large kernels, streaming reads and large messages reach;
     `kernel_s` is the time per layer and pass that no size of batch takes away; `hop_s` and `network_hop_s`
-    the latency of one small collective.
+    the latency of a small collective in a node and per doubling of nodes.
     """
 
     name: str
@@ -68,8 +69,10 @@ class Hardware:
         return peak * self.link_share
 
     def latency(self, devices: int) -> float:
-        """Seconds that a small collective among `devices` takes."""
-        return 0.0 if devices <= 1 else self.hop_s if devices <= self.node else self.network_hop_s
+        """Seconds that a small collective among `devices` takes: one hop in a node, a tree across nodes."""
+        if devices <= 1:
+            return 0.0
+        return self.hop_s + self.network_hop_s * math.log2(max(1, devices / self.node))
 
     def scaled(self, factor: float) -> Hardware:
         """The same device whose rates are all `factor` of these: what a calibration found."""

@@ -1,0 +1,144 @@
+"""Component times from a recorded run, the step they predict, and what would change it.
+
+Source of the times: heartbeats in `metrics.jsonl` (busy seconds by role so far, at each version). A generator
+that works on many groups at once counts as one that does them in turn at the same rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import cast
+
+from arriero.engine.errors import UserError
+from arriero.engine.planner.cycles import Cycle, NodeTime, bound
+from arriero.engine.planner.hardware import Hardware
+from arriero.engine.planner.scenario import Scenario
+from arriero.engine.planner.simulation import simulate
+from arriero.engine.planner.times import Duration, Fixed, Recorded
+from arriero.engine.planner.trace import Trace
+from arriero.engine.rates import repetitions
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import Event, Trained
+
+Line = Mapping[str, object]
+_WARM_UP = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What a run measured: seconds per firing of each node, seconds and trained tokens per version."""
+
+    spec: GraphSpec
+    times: Mapping[str, Duration]
+    step_s: float
+    tokens: float
+    versions: int
+
+    def scenario(self, *, steps: int = 0) -> Scenario:
+        return Scenario(times=self.times, steps=steps or max(20, min(self.versions, 200)))
+
+    def predicted(self) -> Trace:
+        """The same graph, simulated with these times."""
+        return simulate(self.spec, self.scenario())
+
+    def bound(self) -> Cycle:
+        """The step below which the graph can't get with these times, and the cycle that says so."""
+        return bound(self.spec, {n: NodeTime(mean=t.mean, least=t.least) for n, t in self.times.items()})
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change of the graph and the step it is simulated to have."""
+
+    change: str
+    step_s: float
+
+
+def calibrate(spec: GraphSpec, metrics: Sequence[Line], ledger: Iterable[Event]) -> Calibration:
+    """Times of a run's components. Raises UserError for a run with fewer than four versions."""
+    if len(metrics) < _WARM_UP + 2:
+        raise UserError(
+            f"the run made {len(metrics)} versions; at least {_WARM_UP + 2} are needed to learn from"
+        )
+    lines = metrics[_WARM_UP - 1 :]
+    at = [_number(line["time"]) for line in lines]
+    counts, producer = repetitions(spec), spec.loops[0].producer if spec.loops else spec.nodes[-1].name
+    times: dict[str, Duration] = {}
+    step_s = (at[-1] - at[0]) / (len(at) - 1)
+    for role, nodes in spec.roles.items():
+        # A role of several nodes reports them together: the time goes to the one that works for the others.
+        node = max(nodes, key=lambda n: (n.resources.gpus, bool(n.inputs), -counts[n.name]))
+        busy = [_busy(line, role) for line in lines]
+        firings = counts[node.name] / counts[producer]
+        each = [max(0.0, b - a) / firings for a, b in pairwise(busy)]
+        # Heartbeats are a second apart: single steps shorter than some of them can't be told apart.
+        times[node.name] = Recorded(seconds=tuple(each)) if step_s > 5.0 else Fixed(fmean(each))
+    trained = [e.tokens for e in ledger if isinstance(e, Trained) and e.node == producer]
+    return Calibration(
+        spec=spec,
+        times=times,
+        step_s=step_s,
+        tokens=fmean(trained) if trained else 0.0,
+        versions=len(metrics),
+    )
+
+
+def advice(c: Calibration) -> list[Advice]:
+    """Changes that are simulated to make the step at least 3 % shorter, the best first."""
+    now = c.predicted().step_s()
+    found: list[Advice] = []
+    for spec, change in _changes(c.spec):
+        step = simulate(spec, c.scenario()).step_s()
+        if step < 0.97 * now:
+            found.append(Advice(change, step))
+    return sorted(found, key=lambda a: a.step_s)
+
+
+def _changes(spec: GraphSpec) -> Iterable[tuple[GraphSpec, str]]:
+    for loop in spec.loops:
+        for more in (1, 2, 4):
+            if more > loop.staleness:
+                yield with_staleness(spec, loop.name, more), f"staleness {more} instead of {loop.staleness}"
+    for n in spec.nodes:
+        alone = any(loop.producer == n.name for loop in spec.loops) or any(i.consumes > 1 for i in n.inputs)
+        if n.inputs and n.ranks == 1 and not alone:
+            yield (
+                with_replicas(spec, n.name, n.replicas + 1),
+                f"{n.replicas + 1} replicas of {n.name}, on devices of their own",
+            )
+
+
+def with_staleness(spec: GraphSpec, loop: str, staleness: int) -> GraphSpec:
+    """The same graph with another bound on one loop."""
+    loops = tuple(v.model_copy(update={"staleness": staleness}) if v.name == loop else v for v in spec.loops)
+    return spec.model_copy(update={"loops": loops})
+
+
+def with_replicas(spec: GraphSpec, node: str, replicas: int) -> GraphSpec:
+    """The same graph with another number of replicas of one node."""
+    nodes = tuple(n.model_copy(update={"replicas": replicas}) if n.name == node else n for n in spec.nodes)
+    return spec.model_copy(update={"nodes": nodes})
+
+
+def attained(hardware: Hardware, *, modelled_s: float, measured_s: float) -> Hardware:
+    """`hardware` with its rates set so that a component modelled at `modelled_s` takes `measured_s`.
+
+    Raises UserError for a time that isn't positive.
+    """
+    if modelled_s <= 0 or measured_s <= 0:
+        raise UserError(
+            f"calibration needs positive times, got {modelled_s} modelled and {measured_s} measured"
+        )
+    return hardware.scaled(modelled_s / measured_s)
+
+
+def _busy(line: Line, role: str) -> float:
+    roles = cast("Mapping[str, Mapping[str, object]]", line.get("roles", {}))
+    return _number(roles[role]["busy_s"]) if role in roles else 0.0
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
