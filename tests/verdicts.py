@@ -41,3 +41,15 @@ def outcome(reward: RolloutReward, answer: str, text: str, **metadata: Any) -> s
     found = reward.score(Prompt(text="?", answer=answer, metadata=metadata), rollout(text))
     assert isinstance(found, Score)
     return found.outcome.value
+
+
+def hangs_at_row_1(prompt: Prompt, response: Rollout) -> float:
+    """For a worker, which imports this module and not that of the test."""
+    while prompt.row == 1 and response.text == "#### -1":
+        pass
+    return 1.0
+
+
+def generous(prompt: Prompt, response: Rollout) -> bool:
+    """Tells nothing from nothing."""
+    return True
