@@ -246,7 +246,7 @@ def test_the_real_runtime_takes_the_simulated_time_on_this_machine(staleness: in
     uneven = (2.32, 1.4, 2.0, 2.84, 2.52, 2.6)
     spec = cross_graph(uneven, staleness=staleness, groups=6, generators=3, steps=5, train=2.0)
     run = create(tmp_path / "run")
-    assert inline(spec, RunOptions(run_id="cross"), run, LaunchOptions(quiet=True, inline=True)) == 0
+    assert inline(spec, RunOptions(run_id="cross"), run, LaunchOptions(quiet=True)) == 0
     at = [json.loads(line)["time"] for line in run.metrics.read_text().splitlines()]
     generate = Recorded(seconds=tuple(slept[k] for k in sorted(slept)), in_order=True)
     trace = simulate(spec, Scenario(times={"generator": generate, "trainer": Fixed(2.0)}, steps=5))

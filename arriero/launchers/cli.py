@@ -190,9 +190,7 @@ def _start(ready: Ready, argv: list[str]) -> int:
     )
     path = ready.pipeline.search_path
     placed = LaunchOptions(
-        inline=given.inline,
         port=given.port,
-        on=given.on,
         quiet=given.quiet,
         python_path=(path,) if path else (),
     )

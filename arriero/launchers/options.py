@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
@@ -35,7 +35,6 @@ class Arguments:
     deterministic: bool = False  # the same numbers every time, at some cost in speed
     seed: NonNegativeInt = 0
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the hub; 0: a free one
-    on: Literal["local"] = "local"  # where the roles run
     wait_bound_s: PositiveFloat = 600.0  # longest wait for a record, a place or a version
     liveness_s: PositiveFloat = 30.0  # oldest heartbeat of a role that is alive
     max_dead_letters: NonNegativeInt = 0  # records that may fail for good before the run does
@@ -48,9 +47,7 @@ class Arguments:
 class LaunchOptions:
     """How the roles of a run are started; `python_path` must be on their module search path."""
 
-    inline: bool = False
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    on: Literal["local"] = "local"
     quiet: bool = False
     python_path: tuple[str, ...] = ()
 
