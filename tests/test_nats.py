@@ -19,6 +19,7 @@ import pytest
 
 from arriero.engine.broker import BrokerError, Consumer, EdgeEnded
 from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_lease import NatsLease
 from arriero.engine.nats_link import Link
 from arriero.engine.nats_server import NatsServer, start_server
 from tests.brokers import assert_depth, edge, eventually, take, take_all
@@ -187,6 +188,23 @@ async def test_the_pulse_goes_on_after_a_restart(own_server: list[NatsServer], f
     await lease.ack()
     for connection in (broker, worker):
         await connection.close()
+
+
+async def test_a_lease_that_the_pulse_cannot_extend_runs_out_for_its_holder_too(
+    own_server: list[NatsServer],
+) -> None:
+    worker = await connect(own_server[0], timeout_s=1.0)
+    await worker.declare([edge(lease_s=1.0)], [])
+    await worker.producer("rollouts", 0).put("a", b"x")
+    lease = await take(worker.consumer("rollouts", "reward"))
+    assert isinstance(lease, NatsLease)
+    worker.start_pulse("reward/0", bytes, interval_s=0.1)
+    await asyncio.sleep(1.5)
+    valid = [lease.valid]
+    own_server[0].process.kill()
+    await asyncio.sleep(1.5)
+    assert [*valid, lease.valid] == [True, False]  # somebody else may have it by now
+    await worker.close()
 
 
 async def test_a_server_that_stays_away_is_an_error_that_names_it_within_the_bound(

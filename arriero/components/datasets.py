@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
-from arriero.engine.errors import UserError
+from arriero.engine.errors import UserError, one_line
 
 GYM = "reasoning_gym:"
 GYM_SIZE = 1000
@@ -75,7 +75,7 @@ def read_rows(path: str) -> list[Row]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text; write the file as UTF-8") from error
     except (OSError, ImportError, EOFError) as error:
-        raise UserError(f"{path}: can't be read: {_one_line(error)}") from error
+        raise UserError(f"{path}: can't be read: {one_line(error)}") from error
     if not rows:
         raise UserError(f"{path}: no rows; one JSON object per line is needed")
     return rows
@@ -120,7 +120,7 @@ def _opened(path: str, *, text: bool) -> Any:
             return opened(path, "rt", compression="infer", encoding="utf-8-sig")
         return opened(path, "rb")
     except (ValueError, ImportError) as error:
-        raise UserError(f"{path}: can't be opened: {_one_line(error)}") from error
+        raise UserError(f"{path}: can't be opened: {one_line(error)}") from error
 
 
 def _json_lines(path: str, file: IO[str]) -> Iterator[Row]:
@@ -154,14 +154,10 @@ def _parquet(path: str, file: IO[bytes]) -> Iterator[Row]:
         table: pa.Table = cast("Any", parquet).ParquetFile(file).read()  # its signature has unknown types
         records = cast("list[dict[str, object]]", table.to_pylist())
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path}: not a Parquet file: {_one_line(error)}") from error
+        raise UserError(f"{path}: not a Parquet file: {one_line(error)}") from error
     for number, record in enumerate(records, start=1):
         values = cast("JsonObject", to_jsonable_python(record, bytes_mode="base64"))
         yield Row(where=f"{path}, row {number}", values=values)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 class GymDataset(Protocol):
@@ -183,7 +179,7 @@ def gym_dataset(name: str, options: Mapping[str, JsonValue], *, size: int) -> Gy
     try:
         found = create(name, **{"seed": 0, **options, "size": size})
     except Exception as error:  # its configurations raise whatever they like, AssertionError too
-        raise UserError(f"{GYM}{name}: options {dict(options)} aren't taken: {_one_line(error)}") from error
+        raise UserError(f"{GYM}{name}: options {dict(options)} aren't taken: {one_line(error)}") from error
     return cast("GymDataset", found)
 
 

@@ -158,7 +158,8 @@ class PromptSource:
 
     def _prompt(self, rows: Sequence[Row], number: int, name: str, split: Split, epoch: int) -> Prompt:
         row = rows[number]
-        text, answer = self._text_and_answer(row, first=rows[0])
+        # An item of reasoning-gym is made anew each time; there are no fields to look up in the first one.
+        text, answer = self._text_and_answer(row, first=row if self.gym else rows[0])
         return Prompt(
             id=name,
             text=self.template.replace(SLOT, text),

@@ -14,12 +14,15 @@ class GraphError(UserError):
 
 
 def one_line(error: Exception, limit: int = 300) -> str:
-    """What is wrong, without line breaks; of a pydantic error each field with the value it got."""
+    """What is wrong, without line breaks; of a pydantic error each field with the value it got.
+
+    An error that says nothing is called by its class.
+    """
     text = str(error)
     if isinstance(error, ValidationError):
         found = error.errors(include_url=False, include_context=False)
         text = "; ".join(f"{_field(e['loc'])}{_reason(e['msg'])} (got {_short(e['input'])})" for e in found)
-    text = " ".join(text.split())
+    text = " ".join(text.split()) or type(error).__name__
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 

@@ -36,7 +36,7 @@ class Arguments:
     seed: NonNegativeInt = 0
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the hub; 0: a free one
     wait_bound_s: PositiveFloat = 600.0  # longest wait for a record, a place or a version
-    liveness_s: PositiveFloat = 30.0  # oldest heartbeat of a role that is alive
+    liveness_s: Annotated[float, Field(ge=3)] = 30.0  # oldest heartbeat of a role that is alive; one a second
     max_dead_letters: NonNegativeInt = 0  # records that may fail for good before the run does
     quiet: bool = False  # print errors only
     picture: Path | None = None  # check: write the graph's picture to FILE.svg or FILE.mmd

@@ -9,6 +9,8 @@ from arriero.engine.broker import Broker, Depth
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import NodeStatus, RoleStatus
 
+_LAG_S = 1.0  # an event loop that is held up for longer is worth a line
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
@@ -65,6 +67,11 @@ def wait_graph(spec: GraphSpec, vitals: Vitals, capacity: dict[str, int]) -> str
             f"  {n.name:<14} {_doing(s)}; {replica}, last heartbeat {age_s:.1f} s ago"
             for replica, s, age_s in known
         ]
+    lines += [
+        f"  {key:<14} hasn't let its event loop run for {p.status.lag_s:.1f} s"
+        for key, p in sorted(vitals.pulses.items())
+        if p.status.lag_s > _LAG_S
+    ]
     lines.append("what stands on the edges:")
     for name, depth in vitals.depths.items():
         groups = ", ".join(
