@@ -25,7 +25,17 @@ def share_of_threes(prompt: Prompt, rollout: Rollout) -> float:
 
 def tiny_model(directory: Path) -> str:
     """A random model whose distribution is near the uniform one."""
-    parts: tuple[Any, Any] = (tiny_llama(seed=1), tiny_tokenizer(32))  # `save_pretrained` is partly untyped
+    return saved(tiny_llama(seed=1), directory)
+
+
+def peaked_model(directory: Path) -> str:
+    """A random model that prefers some tokens by far."""
+    return saved(tiny_llama(seed=5, scale=12.0), directory)
+
+
+def saved(model: Any, directory: Path) -> str:
+    """The directory with the model and its tokenizer in it."""
+    parts: tuple[Any, Any] = (model, tiny_tokenizer(32))  # `save_pretrained` is partly untyped
     for part in parts:
         part.save_pretrained(directory)
     return str(directory)

@@ -13,7 +13,7 @@ import torch
 
 from arriero.components.laws import check_laws, graph_losses
 from arriero.components.optimizer import AdamW
-from arriero.components.recipe import PolicyGradientConfig
+from arriero.components.recipe import SampledConfig
 from arriero.components.rewards import Contains
 from arriero.components.sampling import Sampling
 from arriero.engine.errors import GraphError
@@ -22,16 +22,18 @@ from arriero.pipelines.aipo import AIPOConfig, aipo
 from arriero.pipelines.cispo import CISPOConfig, cispo
 from arriero.pipelines.dapo import DAPOConfig, dapo
 from arriero.pipelines.decoupled_ppo import DecoupledPPOConfig, decoupled_ppo
+from arriero.pipelines.distill import DistillConfig, distill
 from arriero.pipelines.dr_grpo import DrGRPOConfig, dr_grpo
 from arriero.pipelines.grpo import GRPOConfig, grpo
 from arriero.pipelines.gspo import GSPOConfig, gspo
+from arriero.pipelines.ppo import PPOConfig, ppo
 from arriero.pipelines.reinforce_pp import ReinforcePPConfig, reinforce_pp
 from arriero.pipelines.rloo import RLOOConfig, rloo
-from tests.inline_runs import policy_gradient_fields, steps_of
+from tests.inline_runs import peaked_model, policy_gradient_fields, steps_of
 
 torch.set_num_threads(1)
 
-Pipeline = tuple[Callable[[Any], Graph], type[PolicyGradientConfig], dict[str, Any]]
+Pipeline = tuple[Callable[[Any], Graph], type[SampledConfig], dict[str, Any]]
 
 PIPELINES: dict[str, Pipeline] = {
     "aipo": (aipo, AIPOConfig, {}),
@@ -43,19 +45,28 @@ PIPELINES: dict[str, Pipeline] = {
     "gspo": (gspo, GSPOConfig, {}),
     "reinforce_pp": (reinforce_pp, ReinforcePPConfig, {}),
     "rloo": (rloo, RLOOConfig, {}),
+    "distill": (distill, DistillConfig, {}),
+    "ppo": (ppo, PPOConfig, {}),
 }
+REWARDED = [name for name, (_, kind, _) in PIPELINES.items() if name != "distill" and kind is not PPOConfig]
 
 
 def config(name: str, path: Path, **fields: Any) -> Any:
     _, kind, own = PIPELINES[name]
-    return kind(**policy_gradient_fields(path, **(own | fields)))
+    given = policy_gradient_fields(path, **(own | fields))
+    if name == "distill":
+        given["teacher"] = peaked_model(path / "teacher")
+    if name == "ppo":
+        given["reward_model"] = given["model"]
+        del given["reward"]
+    return kind(**given)
 
 
 def graph(name: str, path: Path, **fields: Any) -> Graph:
     return PIPELINES[name][0](config(name, path, **fields))
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", REWARDED)
 def test_a_pipeline_learns_what_a_random_model_does_by_chance(name: str, tmp_path: Path) -> None:
     steps = steps_of(graph(name, tmp_path), tmp_path / "run")
     # Chance is 1/32. DAPO's reward has the penalty on it: up to -1 for the five tokens that are allowed.
@@ -77,6 +88,11 @@ def test_a_pipeline_is_checked_and_comes_back_from_its_serialised_form(name: str
 
 OTHER: dict[str, Any] = {
     "model": "elsewhere",
+    "teacher": "elsewhere",
+    "reward_model": "elsewhere",
+    "critic_optimizer": AdamW(lr=0.5),
+    "gamma": 0.5,
+    "lam": 0.5,
     "reward": Contains(text="3"),
     "sampling": Sampling(max_new_tokens=9),
     "optimizer": AdamW(lr=0.5),

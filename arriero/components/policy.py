@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from arriero.components.model_directory import loading
 from arriero.components.packing import MicroBatch, check_samples, forward_length, pack, plan
+from arriero.engine.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,35 +33,42 @@ def load_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (in evaluation mode: no dropout) and tokenizer from a Hugging Face model directory.
 
-    Reads safetensors only and runs no code of the directory. ValueError, naming the directory and what it
-    lacks, if it isn't one.
+    Reads safetensors only and runs no code of the directory. UserError, naming the directory and what is
+    wrong with it, if it isn't one or can't be loaded.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is not a model directory: no such directory")
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} is not a model directory: config.json is missing")
-    if not any(directory.glob("*.safetensors")):
-        raise ValueError(
-            f"{directory} is not a model directory: *.safetensors is missing (other formats aren't read)"
-        )
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise ValueError(
-            f"{directory} is not a model directory: tokenizer.json and tokenizer_config.json are missing"
-        )
+    directory = check_directory(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
-    )
-    tokenizer = cast(  # from_pretrained of AutoTokenizer has no annotations
-        "PreTrainedTokenizerBase",
-        AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True),
-    )
+    with loading(directory):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+        tokenizer = cast(  # from_pretrained of AutoTokenizer has no annotations
+            "PreTrainedTokenizerBase",
+            AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True),
+        )
     torch.nn.Module.to(model, device)  # the wrapper of transformers hides its signature
     return model, tokenizer
+
+
+def check_directory(path: Path | str) -> Path:
+    """The directory; UserError, naming it and what it lacks, if it isn't a model directory."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a model directory: no such directory")
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory} is not a model directory: config.json is missing")
+    if not any(directory.glob("*.safetensors")):
+        raise UserError(
+            f"{directory} is not a model directory: *.safetensors is missing (other formats aren't read)"
+        )
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise UserError(
+            f"{directory} is not a model directory: tokenizer.json and tokenizer_config.json are missing"
+        )
+    return directory
 
 
 def token_logprobs(

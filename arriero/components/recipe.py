@@ -17,8 +17,8 @@ from arriero.components.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class PolicyGradientConfig:
-    """Model, data, reward, and how many of everything.
+class SampledConfig:
+    """Model, data and how many of everything, for pipelines that train on their own samples.
 
     One step trains on `groups_per_step` prompts with `samples` rollouts each. `staleness` bounds the age of a
     token in versions: 0 is synchronous, 1 is LlamaRL's one-step delay.
@@ -26,7 +26,6 @@ class PolicyGradientConfig:
 
     model: str
     data: PromptSource
-    reward: Reward = field(default_factory=ExactMatch)
     sampling: Sampling = field(default_factory=Sampling)
     optimizer: AdamW = field(default_factory=AdamW)
     steps: PositiveInt = 100
@@ -55,3 +54,10 @@ class PolicyGradientConfig:
             model=self.model, loss=loss, steps=self.steps, optimizer=self.optimizer, aggregation=aggregation,
             horizon=horizon, minibatches=minibatches, epochs=epochs, token_budget=self.token_budget,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class PolicyGradientConfig(SampledConfig):
+    """The same with a reward that is computed."""
+
+    reward: Reward = field(default_factory=ExactMatch)

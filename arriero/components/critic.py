@@ -1,0 +1,122 @@
+"""The critic: values of tokens, the advantages that follow from them, and its own training."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import field
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from arriero.components.advantages import gae, whitened_tokens
+from arriero.components.compute import ComputeThread
+from arriero.components.losses import value_loss
+from arriero.components.model_directory import check_model_directory
+from arriero.components.optimizer import AdamW
+from arriero.components.reference import ReferenceLogprobs
+from arriero.engine.graph import GraphView
+from arriero.engine.stream import Stream
+from arriero.schemas.messages import Batch, Sample
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from arriero.components.packing import PackedTokens
+    from arriero.components.scoring_model import ScoringState
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Critic:
+    """The batch with generalised advantages (`gamma`, `lam`) of its tokens, whitened over the batch.
+
+    The reward of a sample is earned by its last sampled token, `-kl * log(mu/ref)` by each, from the
+    behaviour and the reference log-probabilities. Values come from the critic before it trains on the batch,
+    which it does after giving it on: `epochs` updates on the returns, values held within `clip` of those
+    before. Tokens of observations are skipped. A response that was cut off counts as ended there.
+    It starts from `model`, with a head that gives 0. Source: PPO as in arXiv:2203.02155 and 2009.01325.
+    """
+
+    model: str
+    steps: PositiveInt
+    optimizer: AdamW = field(default_factory=AdamW)
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    lam: float = Field(default=0.95, ge=0, le=1)
+    kl: NonNegativeFloat = 0.0
+    clip: PositiveFloat = 0.2
+    epochs: PositiveInt = 1
+    token_budget: PositiveInt = 8192
+    computes: ClassVar[bool] = True
+
+    def problems(self, view: GraphView) -> Iterable[str]:
+        yield from check_model_directory(self.model)
+        if self.kl and not view.upstream(ReferenceLogprobs):
+            yield f"kl={self.kl} needs reference log-probabilities; put a ReferenceLogprobs before the critic"
+        if view.ranks > 1:
+            yield f"ranks={view.ranks}: a critic is one process; its values are of whole batches"
+
+    async def run(self, batches: Stream[Batch]) -> AsyncIterator[Batch]:
+        with ComputeThread("critic") as compute:
+            state = await compute(self._load)
+            async for batch in batches:
+                values = await compute(state.values, batch.samples)
+                advantages = [self._gae(s, v) for s, v in zip(batch.samples, values, strict=True)]
+                yield _with_advantages(batch, whitened_tokens(advantages))
+                await compute(self._train, state, batch.samples, values, advantages)
+
+    def _load(self) -> ScoringState:
+        import torch
+
+        from arriero.components.scoring_model import ScoringState, load_scorer
+
+        model, _ = load_scorer(self.model, device="cuda" if torch.cuda.is_available() else "cpu")
+        return ScoringState(model, optimizer=self.optimizer, steps=self.steps, token_budget=self.token_budget)
+
+    def _gae(self, sample: Sample, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Advantages of the sampled tokens."""
+        rewards = np.zeros(len(values))
+        if self.kl:
+            assert sample.logprobs is not None
+            assert sample.reference is not None
+            rewards -= self.kl * (sample.logprobs - sample.reference)[sample.mask]
+        rewards[-1:] += sample.reward
+        return gae(rewards, values, gamma=self.gamma, lam=self.lam)
+
+    def _train(
+        self,
+        state: ScoringState,
+        samples: tuple[Sample, ...],
+        values: list[npt.NDArray[np.float32]],
+        advantages: list[npt.NDArray[np.float64]],
+    ) -> None:
+        """The returns stand in the place of advantages, the values before in that of a reference."""
+        targets = [
+            Sample(
+                group=s.group, tokens=s.tokens, mask=s.mask,
+                advantages=_at(s.mask, v + a, 0.0), reference=_at(s.mask, v, np.nan),
+            )
+            for s, v, a in zip(samples, values, advantages, strict=True)
+        ]  # fmt: skip
+        for _ in range(self.epochs):
+            state.step(targets, self._value_losses)
+
+    def _value_losses(self, values_T: Tensor, tokens: PackedTokens) -> Tensor:
+        return value_loss(values_T, tokens.advantages_T, old_values_T=tokens.reference_T, clip=self.clip)
+
+
+def _with_advantages(batch: Batch, advantages: list[npt.NDArray[np.float64]]) -> Batch:
+    samples = tuple(
+        s.model_copy(update={"advantages": _at(s.mask, a, 0.0)})
+        for s, a in zip(batch.samples, advantages, strict=True)
+    )
+    return batch.model_copy(update={"samples": samples, "parents": (batch.id,)})
+
+
+def _at(
+    mask: npt.NDArray[np.bool_], values: npt.NDArray[np.floating], elsewhere: float
+) -> npt.NDArray[np.float32]:
+    out = np.full(len(mask), elsewhere, np.float32)
+    out[mask] = values
+    return out

@@ -1,0 +1,56 @@
+"""PPO with four models: actor, critic, reference and reward model, as in RLHF (arXiv:2203.02155)."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from arriero.components.advantage import GroupAdvantage
+from arriero.components.critic import Critic
+from arriero.components.losses import ClippedPolicyGradient
+from arriero.components.optimizer import AdamW
+from arriero.components.recipe import SampledConfig
+from arriero.components.reference import ReferenceLogprobs
+from arriero.components.reward_model import RewardModel
+from arriero.engine.graph import Graph
+from arriero.schemas.messages import Weights
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class PPOConfig(SampledConfig):
+    """`reward_model` is a directory made by the pipeline of this name; the others begin as `model`.
+
+    `kl` is the price of a nat away from the reference, paid by each token.
+    """
+
+    reward_model: str
+    samples: PositiveInt = 1
+    kl: NonNegativeFloat = 0.05
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    lam: float = Field(default=0.95, ge=0, le=1)
+    clip: PositiveFloat = 0.2
+    value_clip: PositiveFloat = 0.2
+    minibatches: PositiveInt = 4
+    critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
+
+
+def ppo(cfg: PPOConfig) -> Graph:
+    """Each model is a node: the critic trains on a batch while the actor does."""
+    g = Graph("ppo")
+    weights = g.loop(Weights, staleness=cfg.staleness)
+    prompts = g.add(cfg.data, name="prompts")()
+    rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
+    judge = RewardModel(model=cfg.reward_model, token_budget=cfg.token_budget)
+    scored = g.add(judge, name="reward", replicas=cfg.rewards)(rollouts)
+    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="none"), name="batch")(scored)
+    read = g.add(ReferenceLogprobs(model=cfg.model, token_budget=cfg.token_budget), name="reference")(batches)
+    critic = Critic(
+        model=cfg.model, steps=cfg.steps, optimizer=cfg.critic_optimizer, gamma=cfg.gamma, lam=cfg.lam,
+        kl=cfg.kl, clip=cfg.value_clip, epochs=cfg.minibatches, token_budget=cfg.token_budget,
+    )  # fmt: skip
+    judged = g.add(critic, name="critic")(read)
+    trainer = cfg.trainer(ClippedPolicyGradient(low=cfg.clip, high=cfg.clip), minibatches=cfg.minibatches)
+    weights.close(g.add(trainer, ranks=cfg.ranks)(judged))
+    return g
