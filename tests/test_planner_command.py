@@ -1,0 +1,145 @@
+"""`arriero plan`, as typed, and calibration from a run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arriero.engine.errors import UserError
+from arriero.engine.planner.calibrate import advice, attained, calibrate
+from arriero.engine.planner.hardware import hardware
+from arriero.launchers.cli import main
+from arriero.launchers.launch import inline
+from arriero.launchers.options import LaunchOptions
+from arriero.launchers.plan import calibration_of, plan_command
+from arriero.launchers.rundir import create, write_json
+from arriero.schemas.run import RunOptions
+from tests.toys import ToyGenerator, ToyTrainer, toy_graph
+
+AIPO = ["aipo", "--model", "llama-3.1-8b", "--gpus", "8", "--sampling.max-new-tokens", "1024"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synchronous run of two generators of 0.2 s and a trainer of 0.3 s, four groups a step."""
+    path = tmp_path_factory.mktemp("plan") / "run"
+    graph = toy_graph(
+        generator=ToyGenerator(seconds=0.2),
+        trainer=ToyTrainer(steps=8, seconds=0.3),
+        generators=2,
+        staleness=0,
+    )
+    run, options = create(path), RunOptions(run_id="plan", heartbeat_s=0.1)
+    spec = graph.check()
+    write_json(run.graph, spec)
+    write_json(run.options, options)
+    assert inline(spec, options, run, LaunchOptions(quiet=True)) == 0
+    return path
+
+
+def test_plan_says_split_step_bottleneck_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *AIPO]) == 0
+    out = capsys.readouterr().out
+    for word in (
+        "train,",
+        "generate",
+        "step",
+        "held up by",
+        "one more device",
+        "million tokens",
+        "staleness 1",
+    ):
+        assert word in out
+
+
+def test_plan_as_json_has_both_runs_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command([*AIPO, "--json", "--staleness", "2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    late = plan["asynchronous"]
+    assert late["staleness"] == 2
+    assert late["train_devices"] + late["generate_devices"] <= 8
+    assert late["step_s"] >= max(late["train_s"], late["generate_s"]) * 0.9
+    assert plan["synchronous"]["usd_per_million_tokens"] > 0
+
+
+def test_plan_takes_other_generators_and_all_options_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "plan.png"
+    more = [
+        "--generator-hardware",
+        "h20",
+        "--dispatch",
+        "skew",
+        "--reallocate",
+        "--generate-fp8",
+        "--plot",
+        str(picture),
+    ]
+    assert plan_command([*AIPO, *more]) == 0
+    assert "reallocated, in turns" in capsys.readouterr().out
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--gpus", "8"], "plan needs a pipeline first"),
+        (["sft", "--model", "llama-3.1-8b"], "sft has no loop"),
+        (["aipo", "--model", "nix"], "neither a directory with config.json nor one of"),
+        ([*AIPO, "--hardware", "h1"], "hardware h1 is not known"),
+        ([*AIPO, "--dispatch", "odd"], "even or skew"),
+        ([*AIPO, "--mean-tokens", "5000"], "must be below"),
+        (["--from"], "needs a run directory"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(args: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_command(args)
+
+
+def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command(["--help"]) == 0
+    assert "--generator-hardware" in capsys.readouterr().out
+
+
+def test_a_run_is_predicted_from_its_own_times(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = calibration_of(run_dir)
+    assert found.times["generator"].mean >= 0.2
+    assert found.times["trainer"].mean >= 0.3
+    predicted = found.predicted().step_s()
+    assert predicted >= found.bound().seconds * 0.999
+    assert predicted == pytest.approx(
+        2 * found.times["generator"].mean + found.times["trainer"].mean, rel=0.02
+    )
+    # Messages and a busy machine take time that no component counts.
+    assert predicted < found.step_s * 1.1
+    assert plan_command(["--from", str(run_dir)]) == 0
+    assert "measured" in capsys.readouterr().out
+
+
+def test_a_synchronous_run_is_told_to_overlap(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = calibration_of(run_dir)
+    first = advice(found)[0]
+    assert first.change == "staleness 1 instead of 0"
+    assert first.step_s == pytest.approx(
+        2 * found.times["generator"].mean, rel=0.05
+    )  # four prompts, two replicas
+    assert main(["plan", f"--from={run_dir}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"][0]["change"] == first.change
+
+
+def test_a_directory_that_is_no_run_and_a_run_too_short_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is this a run directory"):
+        calibration_of(tmp_path)
+    with pytest.raises(UserError, match="at least 4 are needed"):
+        calibrate(calibration_of(run_dir).spec, [], [])
+
+
+def test_a_measured_component_corrects_the_device() -> None:
+    slower = attained(hardware("h100"), modelled_s=1.0, measured_s=2.0)
+    assert slower.matmul_share == hardware("h100").matmul_share / 2
+    with pytest.raises(UserError, match="positive times"):
+        attained(hardware("h100"), modelled_s=0.0, measured_s=2.0)
