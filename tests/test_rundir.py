@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import stat
 import subprocess
 import sys
 import time
@@ -62,6 +63,13 @@ def test_what_a_run_is_made_of_is_read_back_as_it_was_written(tmp_path: Path) ->
     assert sorted(p.name for p in run.path.iterdir()) == [
         "graph.json", "logs", "manifest.json", "options.json", "tensorboard",
     ]  # fmt: skip
+
+
+def test_the_graph_with_its_whole_configuration_is_for_its_owner_alone(tmp_path: Path) -> None:
+    run = begun(tmp_path / "r")
+    assert stat.S_IMODE(run.graph.stat().st_mode) == 0o600
+    run.begin(SPEC, RunOptions(run_id="r2"), manifest())  # again, over what stands there
+    assert run.read_options().run_id == "r2"
 
 
 def test_a_used_directory_is_refused_and_emptied_only_with_overwrite(tmp_path: Path) -> None:

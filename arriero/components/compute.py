@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def own_device() -> torch.device:
+    """The GPU of this rank, made current in the calling thread; the CPU where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 class ComputeThread:

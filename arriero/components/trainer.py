@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.compute import ComputeThread
+from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW
@@ -91,7 +91,7 @@ class Trainer:
         context = current()
         with ComputeThread("trainer") as compute:
             state = await compute(self._load)
-            publish = _Publisher(state, context)
+            publish = await compute(_Publisher, state, context)
             yield await compute(publish, 0, {})
             async for batch in batches:
                 metrics = await compute(state.step, batch)
@@ -102,17 +102,11 @@ class Trainer:
                 await compute(state.save, context.run_dir / "model")
 
     def _load(self) -> TrainState:
-        import torch
         import torch.distributed as dist
 
         from arriero.components.training import TrainState, load_policy
 
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
-        model, tokenizer = load_policy(self.model, device=device)
+        model, tokenizer = load_policy(self.model, device=own_device())
         return TrainState(
             model, tokenizer, loss=self.loss, optimizer=self.optimizer, steps=self.steps,
             token_budget=self.token_budget, aggregation=self.aggregation, horizon=self.horizon or 0,

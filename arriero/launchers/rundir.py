@@ -71,7 +71,7 @@ class RunDir:
 
     def begin(self, spec: GraphSpec, options: RunOptions, manifest: RunManifest) -> None:
         """Write what the run is made of; the manifest last, so that where it stands the others do too."""
-        write_json(self.graph, spec)
+        write_json(self.graph, spec, mode=0o600)  # a configuration may hold a password, unmasked here
         write_json(self.options, options)
         write_json(self.manifest, manifest)
 
@@ -120,10 +120,12 @@ def default_path(pipeline: str, now: datetime) -> Path:
     return path
 
 
-def write_json(path: Path, record: BaseModel) -> None:
-    """Write the whole file or nothing."""
+def write_json(path: Path, record: BaseModel, *, mode: int = 0o666) -> None:
+    """Write the whole file or nothing; `mode` before the umask."""
     part = path.with_name(path.name + ".part")
-    part.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(record.model_dump_json(indent=2) + "\n")
     part.replace(path)
 
 
