@@ -74,7 +74,7 @@ def remax_advantage(rewards: npt.ArrayLike, greedy: float) -> Floats:
     """Advantage [n] of one sequence of tokens with rewards [n]: what is still to come minus `greedy`.
 
     `greedy` is the reward of the response that always takes the likeliest token, on the same prompt.
-    Source: ReMax, arXiv:2310.10505, algorithm 1.
+    Source: ReMax, arXiv:2310.10505.
     """
     return returns_to_go(rewards, gamma=1.0) - greedy
 

@@ -106,7 +106,7 @@ def utterance_td(
     """One-step temporal differences between the turns of a conversation: `r + gamma V(next) - V`.
 
     A turn is one action, however many tokens it has; `values_U` are of the state before each turn.
-    Source: ArCHer, arXiv:2402.19446, section 3.2.
+    Source: ArCHer, arXiv:2402.19446.
     """
     reward_U, value_U = _pair(rewards_U, values_U)
     target_U = reward_U + gamma * np.append(value_U[1:], bootstrap)

@@ -52,7 +52,7 @@ class DecoupledPPO:
     doesn't depend on how old the data is, and the age is corrected by `weight` (TIS, MIS or IcePop). The
     trainer computes the proximal log-probabilities before the first update on a batch; with a single update
     r is 1, and nothing is clipped.
-    Source: decoupled objective, arXiv:2110.00641; for language models AReaL, arXiv:2505.24298, section 5.2.
+    Source: decoupled objective, arXiv:2110.00641; for language models AReaL, arXiv:2505.24298.
     """
 
     low: float = Field(default=0.2, gt=0, lt=1)

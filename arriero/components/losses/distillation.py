@@ -33,7 +33,7 @@ def reverse_kl(student_logits_TV: Tensor, teacher_logits_TV: Tensor) -> Tensor:
 def jensen_shannon(student_logits_TV: Tensor, teacher_logits_TV: Tensor, *, beta: float = 0.5) -> Tensor:
     """`beta KL(teacher, m) + (1 - beta) KL(student, m)` [T] with m = beta teacher + (1 - beta) student.
 
-    At most log 2 for beta = 1/2. ValueError unless 0 < beta < 1. Source: arXiv:2306.13649, equation 1.
+    At most log 2 for beta = 1/2. ValueError unless 0 < beta < 1. Source: arXiv:2306.13649.
     """
     if not 0 < beta < 1:
         raise ValueError(f"beta={beta} must lie between 0 and 1; the ends are forward_kl and reverse_kl")

@@ -34,7 +34,7 @@ class ImportanceWeight:
     another one; every_token: a sequence is outside as soon as one of its tokens is. outside: `clamp` to the
     bound (TIS), or `zero`: what is outside isn't trained on (MIS, IcePop).
     Source: TIS, "Your efficient RL framework secretly brings you off-policy RL training", Yao et al. 2025;
-    IcePop, arXiv:2510.18855, section 3; sequence masks, "When speed kills stability", Liu et al. 2025.
+    IcePop, arXiv:2510.18855; sequence masks, "When speed kills stability", Liu et al. 2025.
     """
 
     upper: PositiveFloat = 2.0
@@ -128,7 +128,7 @@ class CISPO:
 
     `low` None: no lower bound. Every token keeps a gradient; only its weight is limited. TRL writes the upper
     bound itself where this says `1 + high`.
-    Source: MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
+    Source: MiniMax-M1, arXiv:2506.13585.
     """
 
     low: float | None = Field(default=None, gt=0, lt=1)

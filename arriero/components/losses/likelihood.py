@@ -48,7 +48,7 @@ class AWR(Unclipped):
     """`-min(exp(A / beta), max_weight) * log pi`: imitates what went better than expected; for recorded data.
 
     It needs no behaviour log-probabilities and pushes nothing away, so data of any age and origin is safe.
-    Source: advantage-weighted regression, arXiv:1910.00177, section 3.
+    Source: advantage-weighted regression, arXiv:1910.00177.
     """
 
     beta: PositiveFloat = 1.0

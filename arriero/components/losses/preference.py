@@ -22,7 +22,8 @@ def dpo_loss(margin_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> 
     """`-log sigmoid(beta * margin)` [P]; `label_smoothing` is the probability that a label is wrong.
 
     margin = log(pi/ref) of the chosen response minus that of the rejected one.
-    Source: arXiv:2305.18290, equation 7; with noise: arXiv:2403.00409.
+    Source: arXiv:2305.18290, equation 7; with noise: E. Mitchell, "A note on DPO with noisy
+    preferences" (2023).
     """
     scaled_P = beta * margin_P
     return -(1 - label_smoothing) * _log_sigmoid(scaled_P) - label_smoothing * _log_sigmoid(-scaled_P)
@@ -31,7 +32,7 @@ def dpo_loss(margin_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> 
 def ipo_loss(margin_P: Tensor, *, beta: float) -> Tensor:
     """`(margin - 1 / (2 beta))^2` [P]: a finite target for the margin, where DPO's has none.
 
-    Source: arXiv:2310.12036, equation 17.
+    Source: arXiv:2310.12036.
     """
     return (margin_P - 1 / (2 * beta)).square()
 
@@ -48,7 +49,7 @@ def kto_loss(
     """`w * (1 - sigmoid(beta * (log(pi/ref) - kl)))` [S], the sign turned for a disliked response.
 
     `liked_S` bool; `kl` >= 0: KL(pi, ref) on the prompts, without gradient. Weights `liked` and `disliked`.
-    Source: arXiv:2402.01306, equation 7.
+    Source: arXiv:2402.01306.
     """
     distance_S = beta * (log_ratio_S - kl)
     good_S, bad_S = liked * (1 - distance_S.sigmoid()), disliked * (1 - (-distance_S).sigmoid())

@@ -59,7 +59,7 @@ class GMPO:
 
     c_t is log(pi/mu) limited to [-low, high] on the side where the limit makes the objective smaller, and A_s
     the mean advantage of the sequence. One extreme token moves the mean by 1/|y| of its limit.
-    Source: arXiv:2507.20673, equation 5; aggregated by sequence_mean there.
+    Source: arXiv:2507.20673; aggregated by sequence_mean there.
     """
 
     low: PositiveFloat = 0.4

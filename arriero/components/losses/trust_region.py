@@ -50,7 +50,7 @@ class M2PO:
     or A < 0 and ratio < 1), those with the largest `log(pi/mu)^2` are left out until the mean of the rest is
     within the bound. The paper takes that mean over a batch; taken over a sequence it can't depend on how the
     batch is cut.
-    Source: arXiv:2510.01161, section 4.
+    Source: arXiv:2510.01161.
     """
 
     second_moment: PositiveFloat = 0.04
@@ -107,7 +107,7 @@ class SAPO(Unclipped):
 class DRO(Unclipped):
     """`-A log pi + beta/2 * log(pi/mu)^2`: a square holds the policy near whoever sampled the data.
 
-    Source: direct reward optimisation, arXiv:2405.19107, section 3.2.
+    Source: direct reward optimisation, arXiv:2405.19107.
     """
 
     beta: PositiveFloat = 0.5

@@ -1,6 +1,6 @@
 """V-MPO: a policy improvement by weighing the best half of the samples, with a learned temperature.
 
-Shape suffix: N = samples. Source: arXiv:1909.12238, section 4.
+Shape suffix: N = samples. Source: arXiv:1909.12238.
 """
 
 # ruff: noqa: N815

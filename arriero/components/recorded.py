@@ -1,0 +1,152 @@
+"""Recorded rollouts as data: groups that were sampled and scored at another time, by any policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterable
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+
+from arriero.components.datasets import path_problem, permutation, read_rows
+from arriero.engine.errors import UserError
+from arriero.engine.graph import GraphView
+from arriero.schemas.messages import Outcome, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+
+
+class RecordedRollout(BaseModel):
+    """One response: `logprobs` and `sampled` go with `token_ids`; sampled is false for an observation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    token_ids: tuple[NonNegativeInt, ...]
+    logprobs: tuple[FiniteFloat | None, ...]
+    sampled: tuple[bool, ...]
+    reward: FiniteFloat
+    text: str = ""
+    finish: Literal["stop", "length"] = "stop"
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> RecordedRollout:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.sampled) > 0:
+            raise ValueError("token_ids, logprobs and sampled must be of one length, at least 1")
+        return self
+
+
+class RecordedGroup(BaseModel):
+    """A line of a file of recorded rollouts: a prompt with its responses, as token ids."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: str
+    prompt_ids: tuple[NonNegativeInt, ...]
+    rollouts: tuple[RecordedRollout, ...]
+    temperature: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class RecordedRollouts:
+    """Scored groups from JSONL at any fsspec URL, one `RecordedGroup` a line, in `PromptSource`'s order.
+
+    Token ids are taken as they are: the model must have the tokenizer that made them.
+    """
+
+    path: str
+    epochs: PositiveInt | None = None  # None: for ever
+    shuffle: bool = True
+    seed: NonNegativeInt = 0
+    limit: PositiveInt | None = None  # rows used, from the first
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    async def run(self) -> AsyncIterator[ScoredGroup]:
+        groups = [_scored(row.where, row.values) for row in read_rows(self.path)[: self.limit]]
+        for epoch in count() if self.epochs is None else range(self.epochs):
+            order = permutation(self.seed, epoch, len(groups)) if self.shuffle else range(len(groups))
+            for row in map(int, order):
+                yield groups[row].model_copy(update={"id": f"e{epoch}-r{row}"})
+
+    def problems(self, view: GraphView) -> Iterable[str]:
+        if problem := path_problem(self.path):
+            yield problem
+
+
+def write_recorded(path: Path, groups: Iterable[ScoredGroup]) -> None:
+    """Write `groups` as `RecordedRollouts` reads them; rollouts without a verdict are left out."""
+    with path.open("w", encoding="utf-8") as file:
+        for scored in groups:
+            file.write(_recorded(scored).model_dump_json() + "\n")
+
+
+def _recorded(scored: ScoredGroup) -> RecordedGroup:
+    pairs = [
+        (rollout, score)
+        for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)
+        if score.outcome in (Outcome.OK, Outcome.WRONG)
+    ]
+    first = scored.group.rollouts[0]
+    head = int(np.flatnonzero(first.mask)[0]) if first.mask.any() else len(first.mask)
+    return RecordedGroup(
+        prompt=scored.group.prompt.text,
+        prompt_ids=tuple(first.tokens[:head].tolist()),
+        rollouts=tuple(
+            RecordedRollout(
+                token_ids=tuple(r.tokens[head:].tolist()),
+                logprobs=tuple(float(x) if np.isfinite(x) else None for x in r.logprobs[head:]),
+                sampled=tuple(r.mask[head:].tolist()),
+                reward=s.value,
+                text=r.text,
+                finish=r.finish,
+            )
+            for r, s in pairs
+        ),
+        temperature=first.temperature,
+    )
+
+
+def _scored(where: str, values: Any) -> ScoredGroup:
+    try:
+        recorded = RecordedGroup.model_validate_json(json.dumps(values))
+        rollouts = tuple(_rollout(recorded, r) for r in recorded.rollouts)
+        group = RolloutGroup(prompt=Prompt(text=recorded.prompt), rollouts=rollouts)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(p) for p in first["loc"])
+        raise UserError(f"{where}: {place}: {first['msg']}; write it with write_recorded") from error
+    scores = tuple(
+        Score(value=r.reward, outcome=Outcome.OK if r.reward > 0 else Outcome.WRONG)
+        for r in recorded.rollouts
+    )
+    return ScoredGroup(group=group, scores=scores)
+
+
+def _rollout(group: RecordedGroup, rollout: RecordedRollout) -> Rollout:
+    head = len(group.prompt_ids)
+    mask = np.array([False] * head + list(rollout.sampled), np.bool_)
+    nothing: list[float | None] = [None] * head
+    logprobs = np.array([np.nan if x is None else x for x in [*nothing, *rollout.logprobs]], np.float32)
+    return Rollout(
+        tokens=np.array([*group.prompt_ids, *rollout.token_ids], np.int32),
+        mask=mask,
+        logprobs=logprobs,
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        text=rollout.text,
+        finish=rollout.finish,
+        temperature=group.temperature,
+    )
