@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from arriero.components.datasets import gym_scorer
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import (
     Contains,
@@ -243,3 +244,30 @@ async def test_rewards_run_over_a_stream_and_fit_a_graph() -> None:
     assert [s.scores[0].value for s in kept(found)] == [1.0, 0.0]
     for reward in (ExactMatch(), Contains(text="x"), ReasoningGym(), local(boxed)):
         Graph("g").add(reward)
+
+
+# `composite` is made of others, which have to be named; the scorer of the last pays for any text.
+UNUSABLE = {"composite", "game_of_life_halting"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the data sets' own code
+def test_every_data_set_is_scored_or_refused_for_a_known_reason() -> None:
+    pytest.importorskip("reasoning_gym")
+    refused = {name: why for name in gym_names() if (why := gym_refusal(name))}
+    assert set(refused) == UNUSABLE
+    assert "full marks" in refused["game_of_life_halting"]
+
+
+def gym_names() -> list[str]:
+    from reasoning_gym import factory
+
+    return sorted(cast("Any", factory).DATASETS)
+
+
+def gym_refusal(name: str) -> str:
+    try:
+        gym_scorer(name, "{}")
+    except UserError as error:
+        return str(error)
+    return ""

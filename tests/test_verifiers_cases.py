@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from arriero.components.rewards import Gsm8k, Math, MultipleChoice
 from arriero.components.verifiers.equality import same_answer, unreadable
@@ -167,3 +171,57 @@ def test_a_marker_counts_wherever_it_stands(trail: str) -> None:
 def test_a_choice_is_right_only_if_exactly_one_option_is_named(answer: str, text: str, want: str) -> None:
     # tinker-cookbook PR 643: an unanswered question counted as option A.
     assert outcome(MultipleChoice(), answer, text) == want
+
+
+LETTERS = st.sampled_from("0123456789abcxyz+-*/^=(){}[]<>,._ \\\n$%|!#")
+LATEX = r"\frac|\sqrt|\boxed{|\text{|\pm|\le|\cup|\in|\infty|\begin{pmatrix}|&|\end{pmatrix}|\ldots|\left("
+WORDS = st.sampled_from([*LATEX.split("|"), "and", "or", "Answer:", "####", "<think>", "</think>", "1,000"])
+TEXTS = st.lists(st.one_of(LETTERS, WORDS), max_size=40).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(gold=TEXTS, text=TEXTS)
+def test_no_text_makes_a_reward_raise_or_give_anything_but_a_verdict(gold: str, text: str) -> None:
+    pytest.importorskip("math_verify")
+    assert outcome(Gsm8k(), gold, text) in ("ok", "wrong")
+    assert outcome(MultipleChoice(), gold, text) in ("ok", "wrong")
+    prompt = Prompt(text="?", answer=gold)
+    readable = not Math().unscorable(prompt)
+    for answer in (text, f"\\boxed{{{text}}}"):
+        verdict = outcome(Math(), gold, answer)
+        assert verdict == "wrong" or (readable and verdict == "ok")
+
+
+@given(
+    value=st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=1000),
+    other=st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=1000),
+)
+def test_fractions_are_compared_exactly(value: Fraction, other: Fraction) -> None:
+    gold = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    assert outcome(Math(), gold, f"\\boxed{{{value.numerator}/{value.denominator}}}") == "ok"
+    assert (
+        outcome(Math(), gold, f"\\boxed{{\\dfrac{{{2 * value.numerator}}}{{{2 * value.denominator}}}}}")
+        == "ok"
+    )
+    right = outcome(Math(), gold, f"\\boxed{{{other.numerator}/{other.denominator}}}") == "ok"
+    assert right is (value == other)
+
+
+@given(value=st.integers(-(10**15), 10**15), cents=st.integers(0, 99))
+def test_money_is_read_however_it_is_written(value: int, cents: int) -> None:
+    sign, size = ("-" if value < 0 else ""), abs(value)
+    gold = f"{value}.{cents:02}"
+    for text in (f"{sign}${size:,}.{cents:02}", f"{sign}{size:_}.{cents:02} dollars".replace("_", " ")):
+        assert outcome(Gsm8k(), gold, f"#### {text}") == "ok"
+        assert outcome(Gsm8k(), gold, f"In all it costs {text}.") == "ok"
+    assert outcome(Gsm8k(), gold, f"#### {value}.{(cents + 1) % 100:02}") == "wrong"
+
+
+@pytest.mark.parametrize(
+    "text", ["\n" * 100_000, " " * 100_000, "*" * 100_000, "answer:" * 15_000, "\\boxed{" * 15_000]
+)
+def test_a_long_text_takes_no_more_than_a_moment(text: str) -> None:
+    start = time.process_time()
+    for reward in (Math(), Gsm8k(), MultipleChoice()):
+        outcome(reward, "A", text)
+    assert time.process_time() - start < 5

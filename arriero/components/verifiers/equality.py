@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 
 from arriero.components.verifiers import symbolic
 from arriero.components.verifiers.latex import is_spelled, normal, plain, words
@@ -45,6 +46,7 @@ def same_answer(gold: str, answer: str) -> bool:
     return _same(normal(gold), normal(plain(answer) if "\\" not in answer else answer), 0)
 
 
+@lru_cache(maxsize=8192)
 def unreadable(gold: str) -> str:
     """Why nothing can be compared with `gold`; empty if something can."""
     text = normal(gold)

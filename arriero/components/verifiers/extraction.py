@@ -15,9 +15,11 @@ MOST_CHARS = 100_000  # of a response, from its end
 MOST_ANSWER_CHARS = 2_000
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.S)
 _JOIN = re.compile(r"(?:[\s$,;.&]|\\[()\[\] ,;!]|\b(?:and|or)\b|\\text\s*\{\s*,?\s*(?:and|or)\s*\})*")
+# No \s in it: a pattern that crosses lines takes quadratic time on a text of empty ones.
 _MARKER = re.compile(
-    r"^[\s*_#>`-]*(?:the\s+)?(?:final\s+)?answer(?:\s+is)?[\s*_]*[:=][\s*_]*(.*\S)[\s*_]*$", re.I | re.M
+    r"^[ \t*_#>`-]*(?:the\s)?(?:final\s)?answer(?:\sis)?[ \t*_]*[:=][ \t*_]*(\S.*)$", re.I | re.M
 )
 
 
@@ -41,11 +43,11 @@ def conclusion(text: str) -> str:
 def boxes(text: str) -> list[Box]:
     """All complete boxes that stand in no other one, in order."""
     found: list[Box] = []
-    end = 0
+    closings, end = _closings(text), 0
     for opening in _BOX.finditer(text):
         if opening.start() < end:
             continue
-        close = _closing(text, opening.end())
+        close = closings.get(opening.end() - 1)
         if close is None:  # nothing behind an opening without end can be complete: it stands inside
             continue
         end = close + 1
@@ -66,23 +68,17 @@ def marked(text: str) -> str | None:
     """What stands behind the last "Answer:" at the start of a line."""
     found = None
     for match in _MARKER.finditer(text):
-        found = match.group(1)
+        found = match.group(1).rstrip(" \t*_")
     return found
 
 
-def _closing(text: str, start: int) -> int | None:
-    depth, i, end = 1, start, min(len(text), start + 10 * MOST_ANSWER_CHARS)
-    while i < end:
-        match text[i]:
-            case "\\":
-                i += 1
-            case "{":
-                depth += 1
-            case "}":
-                depth -= 1
-                if not depth:
-                    return i
-            case _:
-                pass
-        i += 1
-    return None
+def _closings(text: str) -> dict[int, int]:
+    """Where the brace that opens at a place is closed; those that are never closed are left out."""
+    found: dict[int, int] = {}
+    waiting: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            waiting.append(brace.start())
+        elif brace[0] == "}" and waiting:
+            found[waiting.pop()] = brace.start()
+    return found

@@ -39,11 +39,12 @@ _UNIT = re.compile(
     r"^(.*[\d})\]])\s*(?:\\ )?\\text\s*\{\s*(?!\s*(?:and|or)\b)[^{}\d]*[A-Za-z][^{}]*\}(?:\^\{?[23]\}?)?\.?$",
     re.S,
 )
+_NO_UNIT = r"(?!(?:or|and|to|not|is|plus|minus|times|mod)\b)"
 _PLAIN_UNIT = re.compile(
-    r"^(-?[\d.,/ ]*\d)\s+(?:square |cubic )?[A-Za-z]{2,}(?: [A-Za-z]+){0,3}(?:\^\{?[23]\}?)?$"
+    rf"^(-?[\d.,/ ]*\d)\s+{_NO_UNIT}(?:square |cubic )?[A-Za-z]{{2,}}(?: [A-Za-z]+){{0,3}}"
+    r"(?:\^\{?[23]\}?)?$"
 )
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\}| )\d{3})+(?!\d)(?!(?:,|\{,\}| )\s*\d)")
-_WHOLE_GROUP = re.compile(r"\{([^{}\\]+|\\[A-Za-z]+)\}")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?")
 
 

@@ -34,10 +34,10 @@ class Math(Isolated):
         answer = self.answer(rollout.text)
         if answer is None:
             return verdict(False, "no answer")
-        try:
-            return verdict(same_answer(gold_text(prompt.answer), answer[:MOST_ANSWER_CHARS]))
-        except symbolic.Unreadable as error:
-            return verdict(False, f"the prompt's answer can't be read: {error}")
+        gold = gold_text(prompt.answer)
+        if why := unreadable(gold):
+            return verdict(False, f"the prompt's answer: {why}")
+        return verdict(same_answer(gold, answer[:MOST_ANSWER_CHARS]))
 
     def prepare(self) -> None:
         symbolic.parsed("x+1")

@@ -20,7 +20,7 @@ _WHOLE = re.compile(
     rf"|(?P<plain>{NUMBER}){_SCALE})"
 )
 IN_TEXT = re.compile(
-    rf"(?<![\w.,])[-+\u2212]?\s?[$€£¥]?\s?[-\u2212]?(?:{NUMBER})(?:\s*/\s*\d+(?![\d.,]*\d))?(?![\d])"
+    rf"(?<![\w.])[-+\u2212]?\s?[$€£¥]?\s?[-\u2212]?(?:{NUMBER})(?:\s*/\s*\d+(?![\d.,]*\d))?(?![\d])"
 )
 
 

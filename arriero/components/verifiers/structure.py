@@ -45,7 +45,7 @@ def split(text: str, at: str = ",") -> list[str]:
     """The parts between the commas that stand in no bracket."""
     parts, depth, start, i = list[str](), 0, 0, 0
     while i < len(text):
-        if text[i] == "\\" and text[i + 1 : i + 2] in "{}":
+        if text[i] == "\\" and text[i + 1 : i + 2] in ("{", "}"):
             depth += 1 if text[i + 1] == "{" else -1
             i += 1
         elif text[i] in "([{":
