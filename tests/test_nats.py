@@ -103,6 +103,20 @@ async def test_what_a_killed_process_held_is_consumed_once_by_the_others_after_i
     await broker.close()
 
 
+async def test_a_blocked_event_loop_makes_no_request_fail_whose_answer_has_come(
+    nats_server: NatsServer, run_name: str
+) -> None:
+    """Importing torch on a busy machine once held up a role for longer than a request may take."""
+    broker = await NatsBroker.connect(nats_server.url, nats_server.token, run=run_name, timeout_s=0.5)
+    await broker.declare([edge()], [])
+    putting = asyncio.create_task(broker.producer("rollouts", 0).put("m", b"x"))
+    await asyncio.sleep(0)
+    time.sleep(2)  # noqa: ASYNC251  # the fault that is tested
+    await putting
+    await assert_depth(broker, "rollouts", 1)
+    await broker.close()
+
+
 # --- the server is killed ---------------------------------------------------------------------------------
 
 

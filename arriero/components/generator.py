@@ -18,7 +18,7 @@ from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory, context_length
 from arriero.components.sampling import Sampling
 from arriero.engine.graph import GraphView
-from arriero.engine.runtime.context import current
+from arriero.engine.runtime.context import Context, current
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Dropped, Prompt, RolloutGroup, Weights
 
@@ -63,10 +63,8 @@ class Generator:
     async def run(
         self, prompts: Stream[Prompt], weights: Stream[Weights]
     ) -> AsyncIterator[RolloutGroup | Dropped]:
-        from arriero.components.group_decoding import GroupDecoding
-
         with ComputeThread("generator") as compute:
-            work = await compute(GroupDecoding, self, current())
+            work = await compute(self._load, current())
             try:
                 await compute(work.load, await _newer(weights))
                 if current().deterministic:
@@ -77,6 +75,12 @@ class Generator:
                         yield group
             finally:
                 await compute(work.close)
+
+    def _load(self, context: Context) -> GroupDecoding:
+        # In the thread too: importing torch takes seconds in which the event loop couldn't answer anybody.
+        from arriero.components.group_decoding import GroupDecoding
+
+        return GroupDecoding(self, context)
 
     async def _continuously(
         self, prompts: Stream[Prompt], weights: Stream[Weights], work: GroupDecoding, compute: ComputeThread

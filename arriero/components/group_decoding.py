@@ -14,13 +14,17 @@ import numpy as np
 import torch
 
 from arriero.components.decoding import Completion, DecodeEngine, Request
+from arriero.components.packing import check_vocabulary
 from arriero.components.training import load_policy
+from arriero.engine.errors import UserError
 from arriero.engine.runtime.context import Context
 from arriero.engine.weights import WeightReceiver
 from arriero.schemas.messages import Dropped, Prompt, Rollout, RolloutGroup, Weights
 
 if TYPE_CHECKING:
     from arriero.components.generator import Generator
+
+_BARREN = 16  # groups in a row without a usable rollout that end the run
 
 
 def request_seed(run_seed: int, prompt: str, sample: int) -> int:
@@ -49,6 +53,7 @@ class GroupDecoding:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model, self.tokenizer = load_policy(config.model, device=device)
         self._max_length = config.context or int(getattr(model.config, "max_position_embeddings", 4096))
+        self._vocabulary: int | None = getattr(model.config, "vocab_size", None)
         self._config, self._context = config, context
         self._engine = DecodeEngine(
             model,
@@ -62,6 +67,7 @@ class GroupDecoding:
         self._receiver = WeightReceiver(f"{context.node}-{context.replica}")
         self._open: dict[str, _Group] = {}
         self.version = -1
+        self._barren = 0
 
     @property
     def has_room(self) -> bool:
@@ -84,12 +90,14 @@ class GroupDecoding:
         self.version = weights.version
 
     def add(self, prompt: Prompt) -> Dropped | None:
-        """Start the rollouts of a prompt, or say why not."""
+        """Start the rollouts of a prompt, or say why not. UserError if the model doesn't know its tokens."""
         ids: list[int] = self.tokenizer.encode(prompt.text)
         room = self._max_length - self._config.sampling.max_new_tokens
         if not 0 < len(ids) <= room:
             detail = f"{len(ids)} prompt tokens, between 1 and {room} fit"
             return Dropped(parent=prompt.id, reason="too_long" if ids else "invalid", detail=detail)
+        if self._vocabulary is not None:
+            check_vocabulary(ids, self._vocabulary, f"prompt {prompt.id}")
         self._open[prompt.id] = _Group(prompt=prompt, token_ids=ids)
         seed = self._context.seed
         self._engine.add([
@@ -132,7 +140,14 @@ class GroupDecoding:
             self._context.count("invalid_rollouts", invalid)
         if not done:
             detail = "no rollout has finite log-probabilities"
+            self._barren += 1
+            if self._barren >= _BARREN:
+                raise UserError(
+                    f"{detail} in {self._barren} groups in a row: version {self.version} of "
+                    f"{self._config.model} gives NaN; check its weights, or lower optimizer.lr"
+                )
             return Dropped(parent=group.prompt.id, reason="invalid", detail=detail)
+        self._barren = 0
         rollouts = tuple(self._rollout(group, n, c) for n, c in done)
         return RolloutGroup(prompt=group.prompt, rollouts=rollouts)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from arriero.engine.errors import UserError, one_line
 
 
 def check_model_directory(path: str) -> Iterator[str]:
@@ -20,6 +23,20 @@ def check_model_directory(path: str) -> Iterator[str]:
         yield f"model {path!r} has no *.safetensors file; only safetensors are loaded"
     elif not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         yield f"model {path!r} has no tokenizer.json; save the tokenizer beside the model"
+
+
+@contextmanager
+def loading(path: Path | str) -> Generator[None, None, None]:
+    """What libraries raise for the files of model directory `path`, as a UserError in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # anything: of transformers, tokenizers, safetensors
+        raise UserError(
+            f"model {str(path)!r} can't be loaded: {type(error).__name__}: {one_line(error)}; "
+            "its config.json, *.safetensors and tokenizer must be whole and belong together"
+        ) from error
 
 
 def context_length(path: str) -> int | None:

@@ -28,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from arriero.engine.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -158,15 +160,29 @@ def pack(
     )
 
 
-def check_samples(samples: Sequence[Sample], *, context: int | None) -> None:
-    """ValueError for a sample longer than the model's context, or trained from its first token on."""
+def check_samples(samples: Sequence[Sample], *, context: int | None, vocabulary: int | None = None) -> None:
+    """ValueError for a sample longer than the model's context, or trained from its first token on.
+
+    UserError for a token outside the model's `vocabulary`.
+    """
     for i, s in enumerate(samples):
         if context is not None and len(s.tokens) > context:
             raise ValueError(
                 f"sample {i} of group {s.group!r} has {len(s.tokens)} tokens; the context is {context}"
             )
+        if vocabulary is not None:
+            check_vocabulary(s.tokens, vocabulary, f"sample {i} of group {s.group!r}")
         if not len(s.tokens) or s.mask[0]:
             raise ValueError(f"sample {i} of group {s.group!r} must begin with a token that isn't trained on")
+
+
+def check_vocabulary(tokens: npt.ArrayLike, vocabulary: int, where: str) -> None:
+    """UserError if a token of `where` has no place in the model's vocabulary."""
+    if (largest := int(np.max(tokens, initial=0))) >= vocabulary:
+        raise UserError(
+            f"{where} has token {largest}, but the model's vocabulary ends at {vocabulary - 1}: "
+            "the tokenizer isn't this model's; save both together"
+        )
 
 
 def _balanced(lengths: Sequence[int], ranks: int) -> list[list[int]]:

@@ -45,7 +45,8 @@ class ExampleSource:
         for epoch in count() if self.epochs is None else range(self.epochs):
             order = permutation(self.seed, epoch, len(pairs)) if self.shuffle else range(len(pairs))
             for row in map(int, order):
-                yield Example(id=f"e{epoch}-r{row}", prompt=pairs[row][0], response=pairs[row][1])
+                prompt, response = pairs[row]
+                yield Example(id=f"e{epoch}-r{row}", prompt=prompt, response=response, epoch=epoch, row=row)
 
     def problems(self, view: GraphView) -> Iterable[str]:
         if self.path.startswith("reasoning_gym:"):

@@ -181,7 +181,12 @@ class TrainState:
     def _check(self, batch: Batch) -> None:
         """ValueError for a batch that can't be trained on."""
         samples = batch.samples
-        check_samples(samples, context=getattr(self.model.config, "max_position_embeddings", None))
+        config = self.model.config
+        check_samples(
+            samples,
+            context=getattr(config, "max_position_embeddings", None),
+            vocabulary=getattr(config, "vocab_size", None),
+        )
         name = type(self.loss).__name__
         if self.loss.needs_behaviour and (bare := sorted({s.group for s in samples if s.logprobs is None})):
             raise ValueError(f"{name} needs log-probabilities; the samples of {bare} have none")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from arriero.engine.broker import Beat, BrokerError, DeadLetter, Depth, EdgeDecl, check_fits
 from arriero.engine.memory_edge import MemoryCall, MemoryEdge, MemoryLease
+from arriero.schemas.messages import EndOfStream
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class MemoryProducer:
         edge = self._edge()
         if self._under_way:
             await asyncio.wait(self._under_way)
-        edge.ends.add(self._replica)
+        edge.ends.add(EndOfStream(producer=edge.decl.name, replica=self._replica))
         for group in edge.groups.values():
             group.serve()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from arriero.engine.broker import DeadLetter, EdgeDecl, EdgeEnded
+from arriero.schemas.messages import EndOfStream
 
 
 class MemoryMessage:
@@ -180,7 +181,7 @@ class MemoryEdge:
         self.known: set[str] = set()
         self.open: dict[str, int] = {}  # id -> groups that have yet to settle it
         self.bytes = 0
-        self.ends: set[int] = set()
+        self.ends: set[EndOfStream] = set()
         self.puts: deque[tuple[str, bytes, asyncio.Future[bool]]] = deque()  # those that wait for a place
 
     @property

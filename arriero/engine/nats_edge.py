@@ -17,8 +17,10 @@ from nats.aio.msg import Msg
 from pydantic import TypeAdapter
 
 from arriero.engine.broker import ENVELOPE_BYTES, BrokerError, DeadLetter, Depth, EdgeDecl
+from arriero.engine.codec import encode
 from arriero.engine.nats_link import JetStreamError, Link, Subscription
 from arriero.engine.nats_names import Names, token
+from arriero.schemas.messages import EndOfStream
 
 NS = 1_000_000_000
 _REFRESH_S = 5.0
@@ -198,9 +200,10 @@ class NatsEdge:
         would miss it, so it is told once more afterwards.
         """
         await self.decl()
+        end = EndOfStream(producer=self.name, replica=replica)
         what = f"end of replica {replica} on edge {self.name}"
         try:
-            await self.link.store(self.names.end_subject(self.name, replica), b"", "", what=what)
+            await self.link.store(self.names.end_subject(self.name, replica), encode(end), "", what=what)
         except JetStreamError as error:
             raise BrokerError(f"{what}: {error}") from None
         await self.link.publish(self.names.ended_subject(self.name, replica))

@@ -23,6 +23,7 @@ from arriero.engine.broker import BrokerError
 
 _log = logging.getLogger(__name__)
 _FORGOTTEN_S = 1.0
+_BLOCKED_S = 1.0  # a time-out that comes so late shows that the event loop stood still
 _OLDEST_SERVER = (2, 11)  # earlier ones can keep acknowledged messages of a stream for ever
 
 
@@ -249,6 +250,10 @@ class Link:
                         return msg.data
                     await asyncio.sleep(0.02)  # JetStream is still starting
             except TimeoutError:
+                if loop.time() - patience > _BLOCKED_S:
+                    # The loop was blocked past the deadline, and the answer may lie unread.
+                    deadline = loop.time() + self.timeout_s
+                    continue
                 raise (Forgotten() if self.up and patience < deadline else self.gone(what)) from None
             except (ServerAway, NatsError):
                 await asyncio.sleep(0.01)

@@ -44,7 +44,7 @@ def node_failed(name: str, ended: Ended, log: Path | None, waits: str) -> Failur
         return Failure(message=ended.error, code=2)
     parts = [f"{name}: {ended.node} failed: {ended.error}", last_lines(ended.traceback)]
     if "WaitTimeout" in ended.error:
-        parts.append(waits)
+        parts += [waits, "If it may take that long, raise --wait-bound-s."]
     if log is not None:
         parts.append(f"The full log is {log}")
     return Failure(message="\n".join(p for p in parts if p))

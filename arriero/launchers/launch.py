@@ -190,6 +190,8 @@ class _Conductor:
 
     def conclude(self, outcome: Outcome) -> int:
         """Write the summary, show how it ended; the exit code."""
+        if outcome.state == "finished" and (why := self.reporter.fruitless()):
+            outcome = Outcome(state="failed", failure=Failure(message=why, code=2))
         message = outcome.failure.message if outcome.failure else ""
         summary = self.reporter.finish(outcome.state, message)
         if summary.error:

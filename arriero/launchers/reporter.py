@@ -14,7 +14,9 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol, TextIO, cast
 
 from arriero.engine.broker import Broker, BrokerError
+from arriero.engine.graph import Graph
 from arriero.engine.runtime.ledger import Ledger, LedgerError
+from arriero.engine.runtime.source import steps
 from arriero.launchers.failures import Failure, dead_letters, raised
 from arriero.launchers.progress import Display, View
 from arriero.launchers.rundir import RunDir, write_json
@@ -44,6 +46,7 @@ class Reporter:
         self._held_out: set[int] = set()  # origins under way
         self._contradictions: list[str] = []
         self._dead = 0
+        self._last_drop: DroppedEvent | None = None
         self._last = b""
         self._newest: Trained | None = None
         self._files: list[TextIO] = [run.ledger.open("a"), run.metrics.open("a")]
@@ -79,6 +82,18 @@ class Reporter:
         for pulse in self._vitals.pulses.values():
             self._account.heartbeat(pulse.status)
         self._display.update(self._view())
+
+    def fruitless(self) -> str:
+        """Why a run that came to its end made no step; empty if it did, or was to make none."""
+        ledger, drop = self.ledger, self._last_drop
+        graph = Graph.from_spec(self._spec)
+        if self._account.steps or drop is None or steps(graph, tuple(graph.nodes)) is None:
+            return ""
+        reasons = ", ".join(f"{n} {reason}" for reason, n in ledger.dropped.items())
+        return (
+            f"no step was made: the data ended, and of {ledger.admitted} records none was trained on "
+            f"(dropped: {reasons}; the last by {drop.node}: {drop.detail})"
+        )
 
     def finish(self, state: State, error: str) -> RunSummary:
         """Account for the prompts still under way, write the summary and close the files."""
@@ -119,6 +134,7 @@ class Reporter:
             case Evaluated():
                 self._held_out.discard(event.origin)
             case DroppedEvent():
+                self._last_drop = event
                 self._held_out.difference_update(event.origins)
                 if event.reason == "dead_letter":
                     self._bury(event)

@@ -39,7 +39,12 @@ Finish = Literal["stop", "length"]
 class Message(BaseModel):
     """Base of everything that is encoded: frozen, unknown fields refused."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        ser_json_inf_nan="strings",  # the default, null, isn't read back as a number
+    )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy; with `update` it is validated again: no change gets past the checks of the constructor."""
@@ -167,10 +172,12 @@ class ScoredGroup(Record):
 
 
 class Example(Record):
-    """Supervised text: the tokens after `prompt` are trained on."""
+    """Supervised text: the tokens after `prompt` are trained on. `epoch` and `row` as in `Prompt`."""
 
     prompt: str
     response: str
+    epoch: NonNegativeInt = 0
+    row: NonNegativeInt = 0
 
 
 class Sample(Message):
@@ -258,7 +265,7 @@ class Dropped(Record):
 
 
 class EndOfStream(Message):
-    """Replica `replica` of `producer` has sent its last record on an edge."""
+    """Replica `replica` of `producer` has sent its last record on its edge."""
 
     producer: str
     replica: NonNegativeInt

@@ -15,7 +15,9 @@ from arriero.engine.broker import Broker
 from arriero.engine.rates import Window
 from arriero.engine.runtime.journal import follow_ledger
 from arriero.engine.runtime.ledger import Ledger
-from arriero.schemas.ledger import Event
+from arriero.schemas.ledger import DroppedEvent, Event
+
+_FOR_GOOD = {"too_long", "invalid"}  # reasons that hold in the next epoch too
 
 
 class Gate:
@@ -28,6 +30,7 @@ class Gate:
     def __init__(self, windows: tuple[Window, ...], steps: int | None) -> None:
         self._windows, self._steps = windows, steps
         self._ledger = Ledger()
+        self._last_drop: DroppedEvent | None = None
         self.changed = asyncio.Event()
 
     async def follow(self, broker: Broker) -> None:
@@ -38,6 +41,8 @@ class Gate:
     def apply(self, event: Event) -> None:
         """Take one event of the ledger into account."""
         self._ledger.apply(event)
+        if isinstance(event, DroppedEvent):
+            self._last_drop = event
         self.changed.set()
 
     @property
@@ -77,6 +82,19 @@ class Gate:
     def whole_versions(self, admitted: int) -> int:
         """The version that `admitted` source records are enough for."""
         return min(((admitted - self._dropped(w)) // w.per_version for w in self._windows), default=0)
+
+    def hopeless(self, epoch: int) -> str:
+        """Why more epochs are of no use: all `epoch` records of the first were dropped for what they are."""
+        drop, dropped = self._last_drop, self._ledger.dropped
+        if drop is None or self._ledger.trained or not {*dropped} <= _FOR_GOOD:
+            return ""
+        if not self._ledger.all_dropped(epoch):
+            return ""
+        reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items())
+        return (
+            f"all {epoch} records of the first epoch were dropped, so nothing is left to train on "
+            f"({reasons}; the last by {drop.node}: {drop.detail})"
+        )
 
     def state(self, k: int) -> str:
         """For the wait graph: why record k is held."""

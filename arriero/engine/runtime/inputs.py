@@ -86,13 +86,17 @@ class EdgeSource(Generic[R]):
         return self._over and not self._leasing and not self._ready
 
     async def next(self) -> R | None:
+        if (record := self.poll()) is not None:
+            return record
+        # One wait, however often a lease comes back empty meanwhile: or it would never reach its bound.
+        return None if self.ended else await self._clock.wait(self._arrival(), self.name)
+
+    async def _arrival(self) -> R | None:
         while True:
-            if (record := self.poll()) is not None:
-                return record
-            if self.ended:
-                return None
             self._changed.clear()
-            await self._clock.wait(self._changed.wait(), self.name)
+            await self._changed.wait()
+            if (record := self.poll()) is not None or self.ended:
+                return record
 
     def poll(self) -> R | None:
         if self._error is not None:

@@ -41,6 +41,10 @@ class Ledger:
     def in_flight_origins(self) -> list[int]:
         return [k for k, state in enumerate(self._state) if state == _IN_FLIGHT]
 
+    def all_dropped(self, count: int) -> bool:
+        """Whether the first `count` training prompts are all dropped."""
+        return self._state.count(_DROPPED, 0, count) == count
+
     @property
     def evaluating(self) -> bool:
         """Whether held-out prompts are still under way."""

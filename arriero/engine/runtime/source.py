@@ -6,13 +6,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, cast
 
+from arriero.engine.errors import UserError
 from arriero.engine.graph import Evaluation, Graph, HasEvaluation, HasLimit
 from arriero.engine.rates import windows
 from arriero.engine.runtime.gate import Gate
 from arriero.engine.runtime.node import NodeRunner
 from arriero.engine.stream import Stream
 from arriero.schemas.ledger import Admitted
-from arriero.schemas.messages import Dropped, Prompt, Record
+from arriero.schemas.messages import Dropped, Example, Prompt, Record
 
 
 class SourceRunner(NodeRunner):
@@ -51,12 +52,15 @@ class SourceRunner(NodeRunner):
 
     async def _admit_all(self) -> int:
         """Send records until the component has no more, or nobody wants more; how many were sent."""
-        gate, k = self._gate, 0
+        gate, k, first_epoch = self._gate, 0, 0
         async with aclosing(cast("AsyncGenerator[Record, None]", self.node.component.run())) as outputs:
             async for output in outputs:
                 if isinstance(output, Dropped):
                     raise ValueError(f"{self.node.name} is a source and has nothing to drop")
+                first_epoch += not _epoch(output)
                 await self._until(lambda: gate.open_for(k), lambda: gate.state(k))  # noqa: B023
+                if _epoch(output) and (why := gate.hopeless(first_epoch)):
+                    raise UserError(f"{self.node.name}: {why}")
                 if gate.finished or self.progress.sinks_ended.is_set():
                     break
                 await self._send(output, origin=k, min_version=gate.min_version(k))
@@ -82,14 +86,15 @@ class SourceRunner(NodeRunner):
         """Record the admission, then publish: what is on an edge is always accounted for."""
         output = output.stamped(id=output.id or f"{self.node.name}-{origin}", parents=(), origins=(origin,))
         prompt = output if isinstance(output, Prompt) else None
+        row = output.row if isinstance(output, Prompt | Example) else 0
         if prompt is not None:
             output = prompt = prompt.model_copy(update={"min_version": min_version})
         event = Admitted(
             id=output.id,
             origin=origin,
             split=prompt.split if prompt else "train",
-            epoch=prompt.epoch if prompt else 0,
-            row=prompt.row if prompt else 0,
+            epoch=_epoch(output),
+            row=row,
             min_version=min_version,
         )
         await self.give(output, (), first=event)
@@ -106,6 +111,10 @@ class SourceRunner(NodeRunner):
     async def _wake_at_end(self) -> None:
         await self.progress.sinks_ended.wait()
         self._gate.changed.set()
+
+
+def _epoch(output: Record) -> int:
+    return output.epoch if isinstance(output, Prompt | Example) else 0
 
 
 def steps(graph: Graph, producers: tuple[str, ...]) -> int | None:
