@@ -5,14 +5,11 @@ It balances: every admitted prompt ends trained, evaluated or dropped with a rea
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter
 
 from arriero.schemas.messages import DropReason, Message, Outcome, Split
-
-# JSON has no NaN: written as null, a metric that overflowed would make the ledger unreadable.
-_JSON = ConfigDict(ser_json_inf_nan="strings")
 
 
 class Admitted(Message):
@@ -47,8 +44,6 @@ class Trained(Message):
     Staleness is counted in versions: the version about to be replaced minus the one that sampled the token.
     """
 
-    model_config: ClassVar[ConfigDict] = _JSON
-
     kind: Literal["trained"] = "trained"
     node: str
     version: NonNegativeInt
@@ -73,7 +68,8 @@ class Evaluated(Message):
 
 
 Event = Annotated[Admitted | DroppedEvent | Trained | Evaluated, Field(discriminator="kind")]
-EVENT: TypeAdapter[Event] = TypeAdapter(Event, config=_JSON)
+# A union doesn't take over the setting of its members: a metric that overflowed would be written as null.
+EVENT: TypeAdapter[Event] = TypeAdapter(Event, config=ConfigDict(ser_json_inf_nan="strings"))
 
 
 class Ended(Message):
