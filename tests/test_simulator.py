@@ -1,21 +1,14 @@
-"""The simulator against itself (events and bursts), against the bound, and against the real runtime."""
+"""The simulator against itself (events and bursts), against the bound, and on cases done by hand."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import json
-import time
-from collections.abc import AsyncIterator
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic.dataclasses import dataclass
 
 from arriero.engine.graph import Graph
 from arriero.engine.planner.cycles import NodeTime, bound
@@ -24,17 +17,11 @@ from arriero.engine.planner.sim_bursts import BurstSimulation
 from arriero.engine.planner.sim_events import EventSimulation
 from arriero.engine.planner.sim_line import line_of
 from arriero.engine.planner.simulation import simulate
-from arriero.engine.planner.times import Duration, Fixed, LogNormal, Recorded
+from arriero.engine.planner.times import Duration, Fixed, LogNormal
 from arriero.engine.planner.trace import draw_timeline
-from arriero.engine.stream import Stream
-from arriero.launchers.launch import inline
-from arriero.launchers.options import LaunchOptions
-from arriero.launchers.rundir import create
 from arriero.schemas.graph import Capacity, GraphSpec
-from arriero.schemas.messages import Prompt, RolloutGroup, Weights
-from arriero.schemas.run import RunOptions
-from tests.toys import ToyCollect, ToyGenerator, ToyPrompts, ToyReward, ToyTrainer, rollout, toy_graph
-from tests.virtual_time import run_in_virtual_time
+from arriero.schemas.messages import Weights
+from tests.toys import ToyCollect, ToyGenerator, ToyPrompts, ToyReward, ToyTrainer, toy_graph
 
 TIMES: dict[str, Duration] = {
     "generator": LogNormal(median=1.0, sigma=0.8),
@@ -42,28 +29,6 @@ TIMES: dict[str, Duration] = {
     "collect": Fixed(0.1),
     "trainer": LogNormal(median=0.9, sigma=0.2),
 }
-
-
-slept: dict[int, float] = {}  # what a SleepingGenerator took for each prompt: a busy machine wakes it late
-
-
-@dataclass(frozen=True, kw_only=True)
-class SleepingGenerator:
-    """Sleeps `seconds[k]` for prompt k, over and over."""
-
-    seconds: tuple[float, ...]
-
-    async def run(self, prompts: Stream[Prompt], weights: Stream[Weights]) -> AsyncIterator[RolloutGroup]:
-        newest = await weights.next()
-        async for prompt in prompts:
-            while newest is not None and newest.version < prompt.min_version:
-                newest = await weights.next()
-            newest = weights.poll() or newest
-            assert newest is not None
-            began = time.monotonic()
-            await asyncio.sleep(self.seconds[prompt.row % len(self.seconds)])
-            slept[prompt.row] = time.monotonic() - began
-            yield RolloutGroup(prompt=prompt, rollouts=(rollout(newest.version), rollout(newest.version)))
 
 
 def wide_graph(*, generators: int, rewards: int, groups: int, staleness: int) -> GraphSpec:
@@ -204,50 +169,3 @@ def test_thousands_of_generators_take_seconds_and_leave_a_timeline(tmp_path: Pat
     assert "staleness" in trace.table()
     draw_timeline(trace, tmp_path / "timeline.svg")
     assert (tmp_path / "timeline.svg").stat().st_size > 1000
-
-
-def cross_graph(
-    seconds: tuple[float, ...], *, staleness: int, groups: int, generators: int, steps: int, train: float
-) -> GraphSpec:
-    g = Graph("cross")
-    weights = g.loop(Weights, staleness=staleness)
-    asked = g.add(ToyPrompts(), name="prompts")()
-    rollouts = g.add(SleepingGenerator(seconds=seconds), name="generator", replicas=generators)(
-        asked, weights
-    )
-    scored = g.add(ToyReward(), name="reward")(rollouts)
-    batches = g.add(ToyCollect(groups=groups), name="collect")(scored)
-    weights.close(g.add(ToyTrainer(steps=steps, seconds=train), name="trainer")(batches))
-    return g.check()
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("generators", [1, 3, 10])
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_the_real_runtime_makes_every_version_at_the_simulated_moment(
-    staleness: int, generators: int, seed: int, tmp_path: Path
-) -> None:
-    """Emulated components that sleep, in the runtime's own code, with the clock of its event loop virtual."""
-    seconds = tuple(float(x) for x in np.random.default_rng(seed).lognormal(-1, 0.8, 37))
-    spec = cross_graph(seconds, staleness=staleness, groups=8, generators=generators, steps=10, train=0.9)
-    made = run_in_virtual_time(spec, tmp_path)
-    generate = Recorded(seconds=seconds, in_order=True)
-    trace = simulate(spec, Scenario(times={"generator": generate, "trainer": Fixed(0.9)}, steps=10))
-    assert [m.metrics["at"] for m in made] == pytest.approx(trace.versions_s, rel=1e-3)
-    assert fmean(m.staleness_mean for m in made) == pytest.approx(trace.staleness_mean)
-    assert max(m.staleness_max for m in made) == max(trace.staleness)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_the_real_runtime_takes_the_simulated_time_on_this_machine(staleness: int, tmp_path: Path) -> None:
-    """The same in real time: within 5 % of the simulation from the times that the components took."""
-    slept.clear()
-    uneven = (2.32, 1.4, 2.0, 2.84, 2.52, 2.6)
-    spec = cross_graph(uneven, staleness=staleness, groups=6, generators=3, steps=5, train=2.0)
-    run = create(tmp_path / "run")
-    assert inline(spec, RunOptions(run_id="cross"), run, LaunchOptions(quiet=True)) == 0
-    at = [json.loads(line)["time"] for line in run.metrics.read_text().splitlines()]
-    generate = Recorded(seconds=tuple(slept[k] for k in sorted(slept)), in_order=True)
-    trace = simulate(spec, Scenario(times={"generator": generate, "trainer": Fixed(2.0)}, steps=5))
-    assert fmean(b - a for a, b in pairwise(at)) == pytest.approx(fmean(trace.steps_s()[1:]), rel=0.05)

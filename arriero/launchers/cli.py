@@ -149,9 +149,9 @@ def _list(args: list[str]) -> int:
 
 
 def _plan(args: list[str]) -> int:
-    from arriero.launchers.plan import plan_command
+    from arriero.launchers.plan import answer
 
-    return plan_command(args)
+    return _printed(lambda: answer(args))
 
 
 def _demo(args: list[str]) -> int:

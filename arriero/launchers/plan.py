@@ -56,10 +56,15 @@ class PlanOptions:
 
 
 def plan_command(args: list[str]) -> int:
-    """Print a plan; the exit code. Raises UserError."""
+    """Print the answer; the exit code. Raises UserError."""
+    print(answer(args))
+    return 0
+
+
+def answer(args: list[str]) -> str:
+    """What `arriero plan ARGS` prints. Raises UserError."""
     if not args or {"--help", "-h"} & {*args}:
-        print(USAGE)
-        return 0
+        return USAGE
     if args[0] == "--from" or args[0].startswith("--from="):
         return _from_run(args)
     if args[0].startswith("-"):
@@ -67,7 +72,7 @@ def plan_command(args: list[str]) -> int:
     return _for_pipeline(args)
 
 
-def _for_pipeline(args: list[str]) -> int:
+def _for_pipeline(args: list[str]) -> str:
     from arriero.engine.planner.report import draw, make, text
     from arriero.launchers import catalog
     from arriero.launchers.options import resolve_command
@@ -83,8 +88,7 @@ def _for_pipeline(args: list[str]) -> int:
     plan = make(spec, _question(spec, options))
     if options.plot is not None:
         draw(plan, options.plot)
-    print(json.dumps(plan.as_json(), indent=2) if options.json else text(plan))
-    return 0
+    return json.dumps(plan.as_json(), indent=2) if options.json else text(plan)
 
 
 def _question(spec: GraphSpec, options: PlanOptions) -> Question:
@@ -106,14 +110,13 @@ def _question(spec: GraphSpec, options: PlanOptions) -> Question:
     )  # fmt: skip
 
 
-def _from_run(args: list[str]) -> int:
+def _from_run(args: list[str]) -> str:
     words = [w for w in args if w != "--json"]
     path = words[0].partition("=")[2] if "=" in words[0] else words[1] if len(words) > 1 else ""
     if not path:
         raise UserError("--from needs a run directory: arriero plan --from RUN")
     found = calibration_of(Path(path))
-    print(json.dumps(_run_json(found), indent=2) if "--json" in args else run_text(found))
-    return 0
+    return json.dumps(_run_json(found), indent=2) if "--json" in args else run_text(found)
 
 
 def calibration_of(path: Path) -> Calibration:

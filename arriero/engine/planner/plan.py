@@ -148,11 +148,10 @@ def _sorted_trainings(
 ) -> tuple[Training, ...]:
     found: list[Training] = []
     for layout in _layouts(model, hardware, gpus):
-        size = train_bytes(model, layout, work)
-        if size <= limit:
-            found.append(
-                Training(layout=layout, seconds=train_step(model, hardware, layout, work).total, bytes=size)
-            )
+        if (size := train_bytes(model, layout, work)) <= limit:
+            seconds = train_step(model, hardware, layout, work).total
+            micro = min(work.micro_tokens, work.tokens / layout.dp)
+            found.append(Training(layout=layout, micro_tokens=micro, seconds=seconds, bytes=size))
     return tuple(sorted(found, key=lambda t: t.seconds))
 
 

@@ -49,6 +49,7 @@ class Plan:
             sides[name] = {
                 "step_s": s.step_s, "staleness": s.staleness, "bottleneck": s.bottleneck, "sync_s": s.sync_s,
                 "train_devices": s.training.layout.devices, "train_layout": str(s.training.layout),
+                "train_micro_tokens": s.training.micro_tokens,
                 "train_s": s.training.seconds, "train_bytes": s.training.bytes,
                 "generate_devices": s.generation.devices,
                 "generate_tp": s.generation.tp, "generate_slots": s.generation.slots,
@@ -159,7 +160,7 @@ def text(p: Plan) -> str:
             f"{p.gpus} for both",
             f"{p.late.training.layout.devices} train, {p.late.generation.devices} generate",
         ),
-        ("trainer", *(f"{s.training.layout}: {s.training.seconds:.3g} s" for s in (p.sync, p.late))),
+        ("trainer", *(_trainer(s) for s in (p.sync, p.late))),
         ("generators", *(_generators(s) for s in (p.sync, p.late))),
         ("weight sync", *(f"{s.sync_s:.2g} s" for s in (p.sync, p.late))),
         ("step", f"{p.sync.step_s:.4g} s", f"{p.late.step_s:.4g} s ({p.sync.step_s / p.late.step_s:.2f} x)"),
@@ -205,6 +206,11 @@ def draw(p: Plan, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)  # pyright: ignore[reportUnknownMemberType]
     plt.close(figure)
+
+
+def _trainer(s: Split) -> str:
+    t = s.training
+    return f"{t.layout}, {t.micro_tokens:.0f} tokens at once: {t.seconds:.3g} s"
 
 
 def _generators(s: Split) -> str:

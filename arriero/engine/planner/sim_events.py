@@ -133,6 +133,8 @@ class EventSimulation:
             next(p.producer for p in self.spec.loops if p.name == i.source) for i in node.inputs if i.loop
         ]
         amounts = [i.consumes for i in node.inputs if not i.loop]
+        for reader in replica.readers:
+            reader.ask()
         try:
             while not replica.leaving:
                 for reader, amount in zip(replica.readers, amounts, strict=True):
@@ -189,6 +191,8 @@ class EventSimulation:
         single = len(taken) == 1 and node.inputs[0].consumes == 1
         number = taken[0].number if single else self.fired[node.name]
         groups = [g for s in taken for g in s.groups]
+        if len(replica.readers) > 1:  # branches that meet: each source record once, with its oldest version
+            groups = sorted(dict(sorted(groups, reverse=True)).items())
         if loops:
             oldest = min(self._visible(p) for p in loops)
             groups = [(k, oldest if v < 0 else min(v, oldest)) for k, v in groups]

@@ -49,9 +49,10 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A trainer: its layout and seconds a step."""
+    """A trainer: its layout, tokens of a micro-batch, seconds a step and bytes a device."""
 
     layout: Layout
+    micro_tokens: float
     seconds: float
     bytes: float
 
