@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from arriero.components import losses
-from arriero.components.laws import check_laws, graph_losses
+from arriero.components.laws import check_laws, graph_losses, graph_violations
 from arriero.components.losses import (
     AIPO,
     AWR,
@@ -167,3 +167,4 @@ def test_the_losses_of_a_graph_are_found_in_its_components() -> None:
         g.add(SupervisedBatch(model="absent", examples=1, max_length=9))(g.add(ExampleSource(path="x"))())
     )
     assert graph_losses(g) == {"trainer.loss": WithKL(loss=AIPO(), beta=0.1)}
+    assert graph_violations(g) == {"trainer.loss": []}

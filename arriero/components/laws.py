@@ -70,6 +70,11 @@ def check_laws(loss: Loss) -> list[Violation]:
     return found
 
 
+def graph_violations(graph: Graph) -> dict[str, list[Violation]]:
+    """`node.field` -> the laws that the loss of this field breaks: what `arriero check --laws` prints."""
+    return {name: check_laws(loss) for name, loss in graph_losses(graph).items()}
+
+
 def graph_losses(graph: Graph) -> dict[str, Loss]:
     """`node.field` -> loss, of every component of `graph` that is configured with one."""
     return {
