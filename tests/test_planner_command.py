@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arriero.engine.errors import UserError
-from arriero.engine.planner.calibrate import advice, attained, calibrate
+from arriero.engine.planner.calibrate import advice, attained, calibrate, corrected
+from arriero.engine.planner.costs import Layout, TrainWork, train_step
 from arriero.engine.planner.hardware import hardware
+from arriero.engine.planner.models import model
 from arriero.launchers.cli import main
 from arriero.launchers.launch import inline
 from arriero.launchers.options import LaunchOptions
@@ -136,6 +139,19 @@ def test_a_directory_that_is_no_run_and_a_run_too_short_are_refused(run_dir: Pat
         calibration_of(tmp_path)
     with pytest.raises(UserError, match="at least 4 are needed"):
         calibrate(calibration_of(run_dir).spec, [], [])
+
+
+def test_a_run_corrects_the_rate_of_its_device(run_dir: Path) -> None:
+    """The toy trainer sleeps for 0.3 s: a processor that took as long for its 24 tokens would be slow."""
+    found, cpu, shape = calibration_of(run_dir), hardware("cpu"), model("qwen2.5-1.5b")
+    slow = corrected(found, cpu, shape, "fp32")
+    assert found.tokens == 4 * 2 * 3
+    work = TrainWork(tokens=24, context=3, precision="fp32", recompute=False)
+    assert train_step(shape, slow, Layout(), work).total == pytest.approx(found.times["trainer"].mean)
+    with pytest.raises(UserError, match="trained no sampled tokens"):
+        corrected(replace(found, tokens=0.0), cpu, shape, "fp32")
+    with pytest.raises(UserError, match="no component of the run has a model"):
+        plan_command([*AIPO, "--calibrate", str(run_dir)])
 
 
 def test_a_measured_component_corrects_the_device() -> None:

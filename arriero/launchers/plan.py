@@ -14,6 +14,7 @@ from arriero.engine.errors import UserError
 
 if TYPE_CHECKING:
     from arriero.engine.planner.calibrate import Calibration
+    from arriero.engine.planner.hardware import Hardware
     from arriero.engine.planner.report import Question
     from arriero.schemas.graph import GraphSpec
 
@@ -32,6 +33,8 @@ NAME is one of a100, h100, h800, h200, b200, h20, cpu. Groups, samples and stale
   --generate-fp8          generators compute in fp8
   --dispatch even|skew    how a synchronous batch is dealt out (StreamRL)
   --reallocate            search meshes and layouts for each call of a synchronous iteration (ReaL)
+  --generating N          this many devices generate, instead of as many as is best
+  --calibrate RUN         the hardware at the rate that this run's trainer reached on it
   --plot FILE             draw the step over the split
   --json                  print the plan as JSON"""
 
@@ -51,6 +54,7 @@ class PlanOptions:
     dispatch: str = "even"
     reallocate: bool = False
     generating: NonNegativeInt = 0
+    calibrate: Path | None = None
     plot: Path | None = None
     json: bool = False
 
@@ -101,13 +105,28 @@ def _question(spec: GraphSpec, options: PlanOptions) -> Question:
         raise UserError(f"{spec.name}: no component has a model; a plan is for a pipeline that trains one")
     if options.dispatch not in ("even", "skew"):
         raise UserError(f"--dispatch {options.dispatch}: even or skew")
+    device = hardware(options.hardware)
+    if options.calibrate is not None:
+        device = _as_measured(options.calibrate, device)
     return Question(
-        model=model(found[0]), hardware=hardware(options.hardware), gpus=options.gpus,
+        model=model(found[0]), hardware=device, gpus=options.gpus,
         generators=hardware(options.generator_hardware) if options.generator_hardware else None,
         generating=options.generating, mean_tokens=options.mean_tokens, sigma=options.sigma,
         prompt_tokens=options.prompt_tokens, fp8=options.generate_fp8, skew=options.dispatch == "skew",
         reallocate=options.reallocate,
     )  # fmt: skip
+
+
+def _as_measured(path: Path, device: Hardware) -> Hardware:
+    """The device as the trainer of a run reached it, in float32 on a processor."""
+    from arriero.engine.planner.calibrate import corrected
+    from arriero.engine.planner.models import model
+
+    found = calibration_of(path)
+    names = [v for n in found.spec.nodes if isinstance(v := n.config.get("model"), str)]
+    if not names:
+        raise UserError(f"{path}: no component of the run has a model")
+    return corrected(found, device, model(names[0]), "fp32" if device.name == "cpu" else "bf16")
 
 
 def _from_run(args: list[str]) -> str:

@@ -13,13 +13,15 @@ from statistics import fmean
 from typing import cast
 
 from arriero.engine.errors import UserError
+from arriero.engine.planner.costs import Layout, TrainWork, train_step
 from arriero.engine.planner.cycles import Cycle, NodeTime, bound
-from arriero.engine.planner.hardware import Hardware
+from arriero.engine.planner.hardware import Hardware, Precision
+from arriero.engine.planner.models import ModelShape
 from arriero.engine.planner.scenario import Scenario
 from arriero.engine.planner.simulation import simulate
 from arriero.engine.planner.times import Duration, Fixed, Recorded
 from arriero.engine.planner.trace import Trace
-from arriero.engine.rates import repetitions
+from arriero.engine.rates import repetitions, windows
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Event, Trained
 
@@ -136,6 +138,21 @@ def attained(hardware: Hardware, *, modelled_s: float, measured_s: float) -> Har
             f"calibration needs positive times, got {modelled_s} modelled and {measured_s} measured"
         )
     return hardware.scaled(modelled_s / measured_s)
+
+
+def corrected(c: Calibration, hardware: Hardware, model: ModelShape, precision: Precision) -> Hardware:
+    """`hardware` as the run's trainer reached it. Raises UserError for a run that trained nothing."""
+    window = next(iter(windows(c.spec)), None)
+    if window is None or c.tokens <= 0:
+        raise UserError(
+            f"{c.spec.name}: the run trained no sampled tokens, so there is nothing to compare with"
+        )
+    node = c.spec.node(window.producer)
+    work = TrainWork(
+        tokens=c.tokens, context=c.tokens / window.per_version / 2, precision=precision, recompute=False
+    )
+    modelled = train_step(model, hardware, Layout(dp=node.ranks), work).total
+    return attained(hardware, modelled_s=modelled, measured_s=c.times[window.producer].mean)
 
 
 def _busy(line: Line, role: str) -> float:
