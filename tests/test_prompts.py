@@ -169,7 +169,7 @@ async def refused(text: str, tmp_path: Path, answer_field: str = "") -> str:
 
 async def test_bad_rows_are_named_by_file_and_line(tmp_path: Path) -> None:
     good = '{"prompt": "a", "answer": "b"}\n'
-    assert await refused("\n\n", tmp_path) == ": no rows; one JSON object per line is needed"
+    assert await refused("\n\n", tmp_path) == ": no rows"
     assert (await refused(good + "\n{'prompt': 1}\n", tmp_path)).startswith(":3: invalid JSON at column 2: ")
     large = await refused(good + '{"prompt": "a", "n": ' + "9" * 20 + "}\n", tmp_path)
     assert large == f":2: {'9' * 20} has more than 64 bits; write the number as text, in quotes"
@@ -197,8 +197,8 @@ async def test_unreadable_files_are_refused_in_one_line(tmp_path: Path) -> None:
         "missing.jsonl": (None, "no such file"),
         "latin.jsonl": (b'{"prompt": "\xe9"}\n', "not UTF-8 text"),
         "text.jsonl.gz": (b"not gzip", "can't be read"),
-        "text.parquet": (b"not parquet", "not a Parquet file"),
-        "table.csv": (b"a,b\n", "must end in .jsonl"),
+        "text.parquet": (b"not parquet", "not a file of Parquet"),
+        "table.xlsx": (b"a,b\n", "must end in .jsonl"),
     }
     for name, (content, why) in bad.items():
         path = tmp_path / name

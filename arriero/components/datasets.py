@@ -1,4 +1,4 @@
-"""Rows of a data set: JSONL or Parquet at any fsspec URL, or a generator of reasoning-gym by name.
+"""Rows of a data set: a file at any fsspec URL (`formats`), or a generator of reasoning-gym by name.
 
 A row is read once, keeps where it stands for error messages, and holds JSON values only. Every fault of the
 input raises UserError in one line.
@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Protocol, cast, overload
+from typing import Any, Protocol, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import JsonValue
-from pydantic_core import to_jsonable_python
 
+from arriero.components.formats import BINARY, TEXT, JsonObject, int64
 from arriero.engine.errors import UserError, one_line
 
 GYM = "reasoning_gym:"
 GYM_SIZE = 1000
-FORMATS = (".jsonl", ".ndjson", ".parquet")
+FORMATS = (*TEXT, *BINARY)
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-
-JsonObject = dict[str, JsonValue]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +66,22 @@ def read_rows(path: str) -> list[Row]:
     """All rows of the file, in its order. Raises UserError; see the module."""
     kind = _format(path)
     try:
-        with _opened(path, text=kind != ".parquet") as file:
-            rows = list(_parquet(path, file) if kind == ".parquet" else _json_lines(path, file))
+        with _opened(path, text=kind in TEXT) as file:
+            placed = TEXT[kind](path, file) if kind in TEXT else BINARY[kind](path, file)
+            rows = [Row(where=where, values=values) for where, values in placed]
     except FileNotFoundError as error:
         raise UserError(_missing(path)) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text; write the file as UTF-8") from error
     except (OSError, ImportError, EOFError) as error:
         raise UserError(f"{path}: can't be read: {one_line(error)}") from error
+    except Exception as error:
+        if isinstance(error, UserError) or "://" not in path:
+            raise
+        # A client of some store: whatever it raises where it can't reach that.
+        raise UserError(f"{path}: can't be read: {type(error).__name__}: {one_line(error)}") from error
     if not rows:
-        raise UserError(f"{path}: no rows; one JSON object per line is needed")
+        raise UserError(f"{path}: no rows")
     return rows
 
 
@@ -121,43 +125,6 @@ def _opened(path: str, *, text: bool) -> Any:
         return opened(path, "rb")
     except (ValueError, ImportError) as error:
         raise UserError(f"{path}: can't be opened: {one_line(error)}") from error
-
-
-def _json_lines(path: str, file: IO[str]) -> Iterator[Row]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            values: JsonValue = json.loads(line, parse_int=_int64)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: invalid JSON at column {error.colno}: {error.msg}") from error
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: {error}") from error
-        if not isinstance(values, dict):
-            raise UserError(f"{path}:{number}: a {type(values).__name__} where a JSON object is needed")
-        yield Row(where=f"{path}:{number}", values=values)
-
-
-def _int64(digits: str) -> int:
-    """The number. ValueError if it doesn't fit in the 64 bits that a message holds."""
-    number = int(digits) if len(digits) <= 20 else 1 << 63  # longer ones aren't worth the parsing
-    if not -(1 << 63) <= number < 1 << 63:
-        raise ValueError(f"{digits[:24]} has more than 64 bits; write the number as text, in quotes")
-    return number
-
-
-def _parquet(path: str, file: IO[bytes]) -> Iterator[Row]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        table: pa.Table = cast("Any", parquet).ParquetFile(file).read()  # its signature has unknown types
-        records = cast("list[dict[str, object]]", table.to_pylist())
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path}: not a Parquet file: {one_line(error)}") from error
-    for number, record in enumerate(records, start=1):
-        values = cast("JsonObject", to_jsonable_python(record, bytes_mode="base64"))
-        yield Row(where=f"{path}, row {number}", values=values)
 
 
 class GymDataset(Protocol):
@@ -226,7 +193,7 @@ class GymRows(Sequence[Row]):
         # What JSON has no form for (a Fraction) becomes text; no scorer reads it.
         text = json.dumps(self._dataset[index], default=str)
         try:
-            item: JsonObject = json.loads(text, parse_int=_int64)
+            item: JsonObject = json.loads(text, parse_int=int64)
         except ValueError as error:
             raise UserError(f"{GYM}{self._name}, item {index}: {error}") from error
         values: JsonObject = {**item, "dataset": self._name, "options": self._options}

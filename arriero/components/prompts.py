@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 from arriero.components.datasets import (
     GYM,
@@ -27,6 +28,7 @@ from arriero.components.datasets import (
     permutation,
     read_rows,
 )
+from arriero.components.presets import expanded
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Evaluation, GraphView
 from arriero.schemas.messages import Prompt, Split
@@ -45,7 +47,9 @@ def _lists(value: object) -> object:
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class PromptSource:
-    """Prompts from `path`: JSONL or Parquet at any fsspec URL, or `reasoning_gym:NAME`. A string is a path.
+    """Prompts from `path`: a file at any fsspec URL, `reasoning_gym:NAME` or a preset's name (`presets`).
+
+    A string is a path.
 
     Every training row comes once per epoch, in an order that depends on `seed` and the epoch alone. Held-out
     rows are the last `held_out` ones, or those of `eval_path`; they are never trained on. Row numbers are
@@ -72,7 +76,10 @@ class PromptSource:
     @model_validator(mode="before")
     @classmethod
     def _from_string(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
+        given: Any = {"path": value} if isinstance(value, str) else value
+        if isinstance(given, ArgsKwargs):
+            return ArgsKwargs(given.args, expanded(given.kwargs or {}))
+        return expanded(cast("dict[str, Any]", given)) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -1,0 +1,127 @@
+"""Rows out of files: JSONL, JSON, CSV, Parquet, Arrow. Each row comes with where it stands, for a person."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any, cast
+
+from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
+
+from arriero.engine.errors import UserError, one_line
+
+JsonObject = dict[str, JsonValue]
+Placed = tuple[str, JsonObject]
+_MOST_FIELD = 1 << 24  # characters of one CSV field
+
+
+def json_lines(path: str, file: IO[str]) -> Iterator[Placed]:
+    """One object per line; empty lines are skipped."""
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            yield f"{path}:{number}", _object(f"{path}:{number}", _parsed(f"{path}:{number}", line))
+
+
+def json_file(path: str, file: IO[str]) -> Iterator[Placed]:
+    """A list of objects, or an object with exactly one list of objects in it."""
+    found = _parsed(path, file.read())
+    if isinstance(found, dict):
+        lists = {k: v for k, v in found.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
+        if len(lists) != 1:
+            raise UserError(
+                f"{path}: an object with {len(lists)} lists of objects ({', '.join(lists) or 'none'}); "
+                "a list of objects is needed, or one that holds a single one"
+            )
+        (found,) = lists.values()
+    if not isinstance(found, list):
+        raise UserError(f"{path}: a {type(found).__name__} where a list of objects is needed")
+    for number, row in enumerate(found, start=1):
+        yield f"{path}, row {number}", _object(f"{path}, row {number}", row)
+
+
+def delimited(path: str, file: IO[str], *, delimiter: str) -> Iterator[Placed]:
+    """Rows under a header, as RFC 4180 quotes them; every value is text."""
+    csv.field_size_limit(_MOST_FIELD)
+    reader = csv.reader(file, delimiter=delimiter, strict=True)
+    try:
+        header = next(reader, list[str]())
+        if len(set(header)) < len(header) or "" in header:
+            raise UserError(f"{path}:1: names of columns must be there and differ, not {header}")
+        for values in reader:
+            if values and len(values) != len(header):
+                raise UserError(
+                    f"{path}:{reader.line_num}: {len(values)} fields where the header has {len(header)}"
+                )
+            if values:
+                yield f"{path}:{reader.line_num}", dict(zip(header, values, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: no CSV: {error}") from error
+
+
+def parquet(path: str, file: IO[bytes]) -> Iterator[Placed]:
+    """The rows of a Parquet file."""
+    from pyarrow import parquet as library
+
+    return _table(path, "Parquet", lambda: cast("Any", library).ParquetFile(file).read())
+
+
+def arrow(path: str, file: IO[bytes]) -> Iterator[Placed]:
+    """The rows of an Arrow file (Feather version 2), or of a saved Arrow stream."""
+    from pyarrow import ipc
+
+    library: Any = ipc  # its signatures have unknown types
+    start = file.read(6)
+    file.seek(0)
+    opened = library.open_file if start == b"ARROW1" else library.open_stream
+    return _table(path, "Arrow", lambda: opened(file).read_all())
+
+
+def int64(digits: str) -> int:
+    """The number. ValueError if it doesn't fit in the 64 bits that a message holds."""
+    number = int(digits) if len(digits) <= 20 else 1 << 63  # longer ones aren't worth the parsing
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"{digits[:24]} has more than 64 bits; write the number as text, in quotes")
+    return number
+
+
+TEXT: Mapping[str, Callable[[str, IO[str]], Iterator[Placed]]] = {
+    ".jsonl": json_lines,
+    ".ndjson": json_lines,
+    ".json": json_file,
+    ".csv": lambda path, file: delimited(path, file, delimiter=","),
+    ".tsv": lambda path, file: delimited(path, file, delimiter="\t"),
+}
+BINARY: Mapping[str, Callable[[str, IO[bytes]], Iterator[Placed]]] = {
+    ".parquet": parquet,
+    ".arrow": arrow,
+    ".feather": arrow,
+}
+
+
+def _table(path: str, kind: str, read: Callable[[], Any]) -> Iterator[Placed]:
+    import pyarrow as pa
+
+    try:
+        records = cast("list[dict[str, object]]", read().to_pylist())
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path}: not a file of {kind}: {one_line(error)}") from error
+    for number, record in enumerate(records, start=1):
+        yield f"{path}, row {number}", cast("JsonObject", to_jsonable_python(record, bytes_mode="base64"))
+
+
+def _parsed(where: str, text: str) -> JsonValue:
+    try:
+        found: JsonValue = json.loads(text, parse_int=int64)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: invalid JSON at column {error.colno}: {error.msg}") from error
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+    return found
+
+
+def _object(where: str, value: JsonValue) -> JsonObject:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: a {type(value).__name__} where a JSON object is needed")
+    return value
