@@ -1,32 +1,59 @@
-"""How fast the weight plane moves weights through shared memory, beside a plain copy of the same bytes.
+"""How fast the weight plane moves weights, per transport, beside a plain copy and the bare transport.
 
-    python benchmarks/weights.py [--mb 128] [--rounds 7] [--json]
+    python benchmarks/weights.py [--mb 256] [--rounds 5] [--transports shm,gloo,nixl,store]
+                                 [--receivers 1,2,4] [--json]
 
-Every round measures all paths in turn, so that their ratio is of one run; the median round counts. `publish`
-and `receive` hash every byte as well; `copy` copies tensor by tensor between buffers that both exist already.
+One sender and its receivers are processes of their own; each round measures every path in turn, so that a
+ratio is of one run and one load of the machine, and the median round counts.
+
+    copy      tensor by tensor between buffers that exist already, twice: the least that a transport does
+    publish   pack and hash into a slot, announce
+    receive   lease, transfer into parameters, read back and hash
+    raw       the same bytes by torch.distributed or NIXL alone, between the same two processes
+    switch    what a generator stands still for when a version was prepared beside it
 """
 
 import argparse
 import json
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from arriero.engine.weights import WeightReceiver, WeightSender, destroy
-from arriero.schemas.weights import WeightManifest
+from arriero.engine.weights import destroy, nixl_transport
+from arriero.engine.weights.dist_transport import DistInlet, DistOutlet
+from arriero.engine.weights.nixl_transport import NixlInlet, NixlOutlet
+from arriero.engine.weights.plan import Plan, plan_weights
+from arriero.engine.weights.served import Serving
+from arriero.engine.weights.sharded import ShardReceiver, ShardSender, Standby
+from arriero.engine.weights.sharding import replicated_layout
+from arriero.engine.weights.shm_transport import ShmInlet, ShmOutlet
+from arriero.engine.weights.store_transport import StoreInlet, StoreOutlet
+from arriero.engine.weights.transport import Inlet, Outlet
+from benchmarks.raw_transports import RawGloo, RawNixl
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
+
+SECRET = b"benchmark"
 
 
 def tensors_of(num_mb: int) -> dict[str, Tensor]:
     """bfloat16 weights of a small transformer's shapes: half matrices of 8 MB, half of 1 MB, and norms."""
     tensors: dict[str, Tensor] = {}
     for i in range(max(num_mb // 16, 1)):
-        tensors[f"layers.{i}.mlp"] = torch.randn(4096, 1024).bfloat16()
+        tensors[f"layers.{i}.mlp"] = torch.full((4096, 1024), i + 0.5, dtype=torch.bfloat16)
         for j in range(8):
-            tensors[f"layers.{i}.attention.{j}"] = torch.randn(512, 1024).bfloat16()
+            tensors[f"layers.{i}.attention.{j}"] = torch.full((512, 1024), j + 0.5, dtype=torch.bfloat16)
         tensors[f"layers.{i}.norm"] = torch.ones(1024, dtype=torch.bfloat16)
     return tensors
 
@@ -37,68 +64,198 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(num_mb: int, rounds: int) -> tuple[int, dict[str, list[float]]]:
-    """Payload in bytes, and the seconds of each path in each round."""
-    tensors = tensors_of(num_mb)
-    copies = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    cast = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in tensors.items()}
-    url = f"shm://benchmark-{os.getpid()}"
-    sender, receiver = WeightSender(url, tensors), WeightReceiver("benchmark")
-    manifests: list[WeightManifest] = []
+def make_outlet(transport: str, place: str, plan: Plan) -> Outlet:
+    serving = Serving(secret=SECRET)
+    if transport == "shm":
+        return ShmOutlet(place, plan)
+    if transport == "gloo":
+        return DistOutlet(plan, serving)
+    return NixlOutlet(plan, serving) if transport == "nixl" else StoreOutlet(place, plan)
 
-    def copy() -> None:
-        for name, tensor in tensors.items():
-            copies[name].copy_(tensor)
 
-    def publish() -> None:
-        tensors["layers.0.norm"].add_(1)
-        manifests.append(sender.publish(len(manifests), tensors))
+def make_inlet(transport: str, url: str, plan: Plan, name: str) -> Inlet:
+    if transport == "shm":
+        return ShmInlet(url, plan, name)
+    if transport == "gloo":
+        return DistInlet(url, plan, name, SECRET)
+    return NixlInlet(url, plan, name, SECRET) if transport == "nixl" else StoreInlet(url, plan, name)
 
-    def receive(target: Mapping[str, Tensor]) -> None:
-        receiver.receive(manifests[-1], target)
 
-    paths: dict[str, Callable[[], None]] = {
-        "copy": copy,
-        "publish": publish,
-        "receive": lambda: receive(into),
-        "receive, cast to float32": lambda: receive(cast),
-    }
-    times: dict[str, list[float]] = {name: [] for name in paths}
+class Receiving:
+    """A receiver process, told what to do through its pipe."""
+
+    def __init__(self, transport: str, url: str, name: str, num_mb: int, raw_at: str) -> None:
+        self.into = {n: torch.zeros_like(t) for n, t in tensors_of(num_mb).items()}
+        layout = replicated_layout(self.into)
+        plan = plan_weights(layout, {"generator": layout})
+        self.receiver = ShardReceiver(make_inlet(transport, url, plan, name), plan, "generator")
+        self.standby = Standby(self.receiver, self.into)
+        self.last = -1
+        self.raw = None
+        if raw_at:
+            nbytes = sum(tensor.nbytes for tensor in self.into.values())
+            self.raw = (RawGloo if transport == "gloo" else RawNixl).receiver(raw_at, nbytes)
+
+    def receive(self) -> float:
+        manifest = self.receiver.newest(self.last, 60)
+        assert manifest is not None
+        self.last = manifest.version
+        return seconds(lambda: self.receiver.receive(manifest, self.into))
+
+    def switch(self) -> float:
+        manifest = self.receiver.newest()
+        assert manifest is not None
+        self.standby.prepare(manifest)
+        return seconds(self.standby.switch)
+
+    def transfer(self) -> float:
+        assert self.raw is not None
+        return seconds(self.raw.receive)
+
+
+def receiver_process(pipe: "Connection[Any, Any]", *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    receiving = Receiving(*arguments)
+    pipe.send("ready")
+    while (what := pipe.recv()) != "end":
+        pipe.send(getattr(receiving, what)())
+    receiving.receiver.close()
+
+
+class Bench:
+    """One transport with its receivers."""
+
+    def __init__(self, transport: str, num_mb: int, receivers: int, folder: str) -> None:
+        self.tensors = tensors_of(num_mb)
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.copies = [{n: torch.zeros_like(t) for n, t in self.tensors.items()} for _ in range(2)]
+        layout = replicated_layout(self.tensors)
+        self.plan = plan_weights(layout, {"generator": layout})
+        self.place = f"shm://benchmark-{os.getpid()}" if transport == "shm" else f"file://{folder}"
+        self.sender = ShardSender(outlet := make_outlet(transport, self.place, self.plan), self.plan)
+        self.raw_sender: RawGloo | RawNixl | None = None
+        if transport in ("gloo", "nixl"):
+            self.raw_sender = (RawGloo if transport == "gloo" else RawNixl).sender(self.nbytes)
+        raw_at = self.raw_sender.at if self.raw_sender is not None else ""
+        self.version = -1
+        self.pipes: list[Connection[Any, Any]] = []
+        context = get_context("spawn")
+        self.processes: list[SpawnProcess] = []
+        for i in range(receivers):
+            mine, theirs = context.Pipe()
+            arguments = (theirs, transport, outlet.url, f"generator-{i}", num_mb, raw_at if i == 0 else "")
+            process = context.Process(target=receiver_process, args=arguments, daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+        if self.raw_sender is not None:
+            self.raw_sender.connect()
+        assert [pipe.recv() for pipe in self.pipes] == ["ready"] * receivers
+
+    def copy(self) -> float:
+        def twice() -> None:
+            for name, tensor in self.tensors.items():
+                self.copies[0][name].copy_(tensor)
+            for name, tensor in self.copies[0].items():
+                self.copies[1][name].copy_(tensor)
+
+        return seconds(twice)
+
+    def publish(self) -> float:
+        self.version += 1
+        self.tensors["layers.0.norm"].add_(1)
+        return seconds(lambda: self.sender.publish(self.version, self.tensors))
+
+    def tell(self, what: str, receivers: int) -> float:
+        """All of them at once; the slowest one's seconds."""
+        for pipe in self.pipes[:receivers]:
+            pipe.send(what)
+        if what == "transfer" and self.raw_sender is not None:
+            self.raw_sender.send(lambda: self.pipes[0].poll(50e-6))
+        return max(float(pipe.recv()) for pipe in self.pipes[:receivers])
+
+    def end(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.send("end")
+            process.join(10)
+        self.sender.close()
+        if self.place.startswith("shm"):
+            destroy(self.place)
+
+
+def measure(transport: str, num_mb: int, counts: list[int], rounds: int) -> dict[str, Any]:
+    """Seconds of each path in each round, and the payload in bytes."""
+    folder = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    bench = Bench(transport, num_mb, max(counts), folder)
+    times: dict[str, list[float]] = {}
     try:
-        for _ in range(rounds + 2):  # two to touch every page of both slots
-            for name, path in paths.items():
-                times[name].append(seconds(path))
+        for number in range(rounds + 2):  # two to touch every page of both slots and both sets of parameters
+            for count in counts:
+                taken = {"copy": bench.copy()} if count == counts[0] else {}
+                taken[f"publish for {count}"] = bench.publish()
+                taken[f"receive by {count}"] = bench.tell("receive", count)
+                if count == counts[0]:
+                    if bench.raw_sender is not None:
+                        taken["raw"] = bench.tell("transfer", 1)
+                    taken["switch"] = bench.tell("switch", 1)
+                if number > 1:
+                    for name, value in taken.items():
+                        times.setdefault(name, []).append(value)
     finally:
-        sender.close()
-        receiver.close()
-        destroy(url)
-    return sum(tensor.nbytes for tensor in tensors.values()), {
-        name: taken[2:] for name, taken in times.items()
-    }
+        bench.end()
+        shutil.rmtree(folder, ignore_errors=True)
+    return {"transport": transport, "bytes": bench.nbytes, "seconds": times}
+
+
+def show(result: dict[str, Any], counts: list[int]) -> dict[str, float]:
+    """Print one transport's figures; the ratios."""
+    nbytes, times = result["bytes"], result["seconds"]
+    first = counts[0]
+    both = [p + r for p, r in zip(times[f"publish for {first}"], times[f"receive by {first}"], strict=True)]
+
+    def of(above: list[float], below: list[float]) -> float:
+        return median(a / b for a, b in zip(above, below, strict=True))
+
+    ratios = {"end to end of copy": of(times["copy"], both)}
+    if "raw" in times:
+        ratios["receive of raw"] = of(times["raw"], times[f"receive by {first}"])
+    ratios["switch of receive"] = of(times["switch"], times[f"receive by {first}"])
+    print(f"\n{result['transport']}, {nbytes / 1e6:.0f} MB")
+    for name, taken in times.items():
+        passes = 2 if name == "copy" else 1
+        speed = f"{passes * nbytes / median(taken) / 1e9:>8.2f} GB/s" if name != "switch" else ""
+        print(f"  {name:<20}{1e3 * median(taken):>10.2f} ms{speed}")
+    for name, ratio in ratios.items():
+        print(f"  {name:<20}{ratio:>10.3f}")
+    return ratios
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mb", type=int, default=128, help="payload in MB (default 128)")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mb", type=numbers, default=[256], help="payloads in MB, e.g. 256,512,1024,2048")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--transports", default="shm,gloo,nixl,store")
+    parser.add_argument("--receivers", type=numbers, default=[1], help="e.g. 1,2,4")
     parser.add_argument("--json", action="store_true", help="the last line is the result as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    nbytes, times = measure(arguments.mb, arguments.rounds)
-    speeds = {name: nbytes / median(taken) / 1e9 for name, taken in times.items()}
-    ratios = {
-        name: median(plain / mine for plain, mine in zip(times["copy"], taken, strict=True))
-        for name, taken in times.items()
-    }
-    print(f"{nbytes / 1e6:.0f} MB, 1 thread, median of {arguments.rounds} rounds\n")
-    print(f"{'path':<26}{'GB/s':>8}{'of copy':>10}")
-    for name, speed in speeds.items():
-        print(f"{name:<26}{speed:>8.2f}{ratios[name]:>9.0%}")
+    results: list[dict[str, Any]] = []
+    for transport in arguments.transports.split(","):
+        missing = nixl_transport.unavailable() if transport == "nixl" else ""
+        if missing:
+            print(f"\nnixl is left out: {missing}")
+            continue
+        for num_mb in arguments.mb:
+            result = measure(transport, num_mb, arguments.receivers, arguments.rounds)
+            results.append({**result, "ratios": show(result, arguments.receivers)})
     if arguments.json:
-        print(json.dumps({"bytes": nbytes, "gb_per_s": speeds, "ratio_to_copy": ratios}))
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

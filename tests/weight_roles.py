@@ -37,6 +37,8 @@ from arriero.schemas.weights import ShardManifest
 TransportName = Literal["shm", "gloo", "nixl", "store"]
 Trap = Literal["", "raise", "kill", "stop", "hold", "flip"]
 SECRET = b"of this test"
+# Imported once by the server that all roles are forked from, also what only some of them need.
+PRELOAD = ["tests.weight_roles", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
 SMALL = LlamaShape(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=101,
@@ -136,14 +138,16 @@ class Trapped:
             os.kill(os.getpid(), signal.SIGKILL if self._trap == "kill" else signal.SIGSTOP)
 
 
-class _Sender:
+class Sender:
+    """A rank of a trainer that publishes weights made from a seed."""
+
     def __init__(self, setting: Setting, rank: int, meeting: str) -> None:
         size = setting.trainer.num_ranks
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
         assert dist.group.WORLD is not None
         self.plan, self._rank, ranks = setting.plan(), rank, GroupRanks(dist.group.WORLD)
         outlet = setting.outlet(self.plan, ranks)
-        self.url, self._sender = outlet.url, ShardSender(outlet, self.plan, ranks, threads=1)
+        self.url, self.sender = outlet.url, ShardSender(outlet, self.plan, ranks, threads=1)
 
     def address(self) -> str:
         return self.url
@@ -153,8 +157,8 @@ class _Sender:
         held = shards(layout.ranks[self._rank], weights(layout, seed))
         if self._rank == lose:
             held.pop("model.norm.weight")
-        self._sender.publish(version, held, must_change=must_change)
-        return self._sender.overtaken
+        self.sender.publish(version, held, must_change=must_change)
+        return self.sender.overtaken
 
     def publish_for(self, seconds: float, begin: int) -> int:
         """Versions almost as fast as they go, each with its number as seed; the last one's."""
@@ -169,11 +173,11 @@ class _Sender:
             time.sleep(0.005)  # a machine may be so busy that a receiver needs several versions for a word
 
     def report(self, version: int, expected: Sequence[str], timeout_s: float) -> tuple[Any, ...]:
-        report = self._sender.report(version, expected=expected, timeout_s=timeout_s)
+        report = self.sender.report(version, expected=expected, timeout_s=timeout_s)
         return report.taken, dict(report.failed)
 
     def close(self) -> None:
-        self._sender.close()
+        self.sender.close()
 
 
 class _Receiver:
@@ -204,6 +208,9 @@ class _Receiver:
         """Whether every element is that of these weights, and the padding untouched."""
         want = shards(self._layout.ranks[self._rank], weights(self._layout, seed))
         return all(torch.equal(self._into[name], tensor) for name, tensor in want.items())
+
+    def tensors(self) -> dict[str, Any]:
+        return {name: tensor.numpy() for name, tensor in self._into.items()}
 
     def take_all(self, until: int) -> int:
         """Every version that can be had, up to `until`; how many. Each is looked at."""
@@ -250,7 +257,7 @@ class Role:
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         context = get_context("forkserver")
-        context.set_forkserver_preload(["tests.weight_roles"])
+        context.set_forkserver_preload(PRELOAD)
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self.process.start()
@@ -287,13 +294,13 @@ class Role:
 class Crew:
     """The ranks of a trainer, and receivers that join when they are told to."""
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
+    def __init__(self, setting: Setting, folder: Path, make: Callable[..., Any] = Sender) -> None:
         self.setting = setting
         meeting = str(folder / "meeting")
         ranks = range(setting.trainer.num_ranks)
-        self.senders = [Role(_Sender, setting, rank, meeting) for rank in ranks]
+        self.senders = [Role(make, setting, rank, meeting) for rank in ranks]
         for sender in self.senders:
-            sender.answer()
+            sender.answer(60.0)
         self._url = self.senders[0].ask("address")
         self._receivers: list[Role] = []
 
@@ -305,7 +312,7 @@ class Crew:
         ]
         self._receivers += fresh
         for receiver in fresh:
-            receiver.answer()
+            receiver.answer(60.0)
         return fresh
 
     def all_senders(self, name: str, *args: Any) -> list[Any]:

@@ -119,7 +119,7 @@ class WeightManifest(BaseModel):
 
 
 class ShardManifest(BaseModel):
-    """One published version of sharded weights; a cell's place follows from the plan, which both sides have."""
+    """One published version of sharded weights; a cell's place follows from the plan of both sides."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

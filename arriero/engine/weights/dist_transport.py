@@ -31,7 +31,7 @@ from arriero.schemas.weights import ShardManifest
 
 Backend = Literal["gloo", "nccl"]
 _SOURCE, _RECEIVER = 0, 1
-_AHEAD = 2  # spans under way while one is verified
+_AHEAD_BYTES = 4 * SPAN_BYTES  # under way while a span is verified
 
 
 class _Pair(Protocol):
@@ -88,15 +88,16 @@ class DistOutlet(ServedOutlet):
     def _send(self, pair: _Pair, slot: int, spans: Sequence[tuple[int, int]]) -> None:
         """Send the spans in turn; an error ends with the receiver's connection."""
         part = torch.from_numpy(self.slots[slot])
-        works: list[dist.Work] = []
+        works: list[tuple[int, dist.Work]] = []
         for offset, nbytes in spans:
             if offset < 0 or nbytes < 0 or offset + nbytes > self.part_bytes:
                 raise WeightError(f"bytes {offset} to {offset + nbytes} of {self.part_bytes} asked for")
             data = part[offset : offset + nbytes]
-            works.append(pair.send([data if self._device is None else data.to(self._device)], _RECEIVER, 0))
-            if len(works) > _AHEAD:
-                works.pop(0).wait(timedelta(seconds=self._send_timeout_s))
-        for work in works:
+            data = data if self._device is None else data.to(self._device)
+            works.append((nbytes, pair.send([data], _RECEIVER, 0)))
+            while sum(size for size, _ in works) > _AHEAD_BYTES:
+                works.pop(0)[1].wait(timedelta(seconds=self._send_timeout_s))
+        for _, work in works:
             work.wait(timedelta(seconds=self._send_timeout_s))
 
 
@@ -115,7 +116,8 @@ class DistInlet(ServedInlet):
     ) -> None:
         self._pairs: dict[int, _Pair] = {}
         self._device = device
-        self._staging: Bytes = np.ones((_AHEAD + 1, SPAN_BYTES), dtype=np.uint8)
+        self._staging: Bytes = np.ones(_AHEAD_BYTES + 3 * SPAN_BYTES, dtype=np.uint8)
+        self._staged_to = 0
         super().__init__(url, plan, name, secret, bound_s)
 
     def fetch(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
@@ -124,10 +126,10 @@ class DistInlet(ServedInlet):
             wanted.setdefault(span.source, []).append((span.offset, span.nbytes))
         for source, places in wanted.items():
             self.source(source).ask(Send(places))
-        under_way: list[tuple[int, dist.Work, Bytes, Tensor]] = []
-        for number, span in enumerate(spans):
-            under_way.append(self._post(number, span))
-            if len(under_way) > _AHEAD:
+        under_way: list[tuple[Span, dist.Work, Bytes, Tensor]] = []
+        for span in spans:
+            under_way.append(self._post(span))
+            while sum(waiting[0].nbytes for waiting in under_way) > _AHEAD_BYTES:
                 yield self._arrived(*under_way.pop(0))
         while under_way:
             yield self._arrived(*under_way.pop(0))
@@ -142,20 +144,26 @@ class DistInlet(ServedInlet):
         super().disconnect(rank)
         self._pairs.pop(rank, None)
 
-    def _post(self, number: int, span: Span) -> tuple[int, dist.Work, Bytes, Tensor]:
-        place = span.into
-        if place is None:
-            buffer = self._staging[number % len(self._staging)]
-            place = (buffer if span.nbytes <= buffer.size else np.empty(span.nbytes, np.uint8))[: span.nbytes]
+    def _post(self, span: Span) -> tuple[Span, dist.Work, Bytes, Tensor]:
+        place = self._staged(span.nbytes) if span.into is None else span.into
         target = torch.from_numpy(place)
-        buffer_ = target if self._device is None else torch.empty_like(target, device=self._device)
-        return span.source, self._pairs[span.source].recv([buffer_], _SOURCE, 0), place, buffer_
+        buffer = target if self._device is None else torch.empty_like(target, device=self._device)
+        return span, self._pairs[span.source].recv([buffer], _SOURCE, 0), place, buffer
 
-    def _arrived(self, source: int, work: dist.Work, place: Bytes, buffer: Tensor) -> Bytes:
+    def _staged(self, nbytes: int) -> Bytes:
+        """The next bytes of a ring that is larger than what may be under way."""
+        if nbytes > SPAN_BYTES:
+            return np.empty(nbytes, dtype=np.uint8)
+        if self._staged_to + nbytes > self._staging.size:
+            self._staged_to = 0
+        self._staged_to += nbytes
+        return self._staging[self._staged_to - nbytes : self._staged_to]
+
+    def _arrived(self, span: Span, work: dist.Work, place: Bytes, buffer: Tensor) -> Bytes:
         try:
             work.wait(timedelta(seconds=self._bound_s))
         except RuntimeError as error:
-            raise WeightError(f"source rank {source} is gone while it sends: {error}") from error
+            raise WeightError(f"source rank {span.source} is gone while it sends: {error}") from error
         if self._device is not None:
             torch.from_numpy(place).copy_(buffer)
         return place

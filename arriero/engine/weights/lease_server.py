@@ -101,6 +101,13 @@ class LeaseServer:
             self._manifest = manifest
             self._changed.notify_all()
 
+    def somebody_reads(self, within_s: float) -> bool:
+        """Whether a lease is held, now or within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or any(v.slot is not None for v in self._visitors.values()), within_s
+            )
+
     def outcomes(self) -> Mapping[str, Outcome]:
         with self._changed:
             return {name: visitor.outcome for name, visitor in self._visitors.items()}
@@ -193,6 +200,7 @@ class LeaseServer:
                         return Refused(f"version {version} is no longer there", stale=True)
                     visitor.slot, visitor.since = self._versions.index(version), time.monotonic()
                     visitor.version = version
+                    self._changed.notify_all()
                     return Granted(visitor.slot)
                 case Send():
                     if visitor.slot is None:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from arriero.engine.weights.shards import SPAN_BYTES
 from arriero.engine.weights.transport import BATCH_BYTES, Span, batches
 from arriero.schemas.weights import ShardManifest
 
+_IDLE_S, _BUSY_S = 20e-3, 50e-6  # between two looks at the network
 _AGENTS = ("nixl_cu13", "nixl_cu12")
 
 
@@ -52,7 +54,8 @@ def unavailable() -> str:
 
 
 # The class of NIXL's agent is known only where NIXL is installed.
-def _agent(name: str) -> Any:
+def make_agent(name: str) -> Any:
+    """An agent on UCX; WeightError if NIXL is not installed."""
     missing = unavailable()
     if missing:
         raise WeightError(f"NIXL is not available: {missing}")
@@ -63,7 +66,7 @@ def _agent(name: str) -> Any:
             continue
         if "NIXL_LOG_LEVEL" not in os.environ:
             logging.getLogger("nixl").setLevel(logging.WARNING)  # it would print to our output
-        return api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+        return api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
     raise AssertionError("one of them was there a moment ago")
 
 
@@ -74,15 +77,27 @@ class NixlOutlet(ServedOutlet):
 
     def __init__(self, plan: Plan, serving: Serving, ranks: Ranks | None = None) -> None:
         super().__init__(plan, serving, ranks, lambda join: (self._offer, lambda: None))
-        self._agent = _agent(f"source-{self._ranks.rank}-{self.session}")
+        self._agent = make_agent(f"source-{self._ranks.rank}-{self.session}")
         self._registered = self._agent.register_memory([_region(self.slots)], "DRAM")
         self._offer = msgspec.msgpack.encode(
             _Offer(self._agent.get_agent_metadata(), self.slots.ctypes.data, self.slots.shape[1])
         )
         self._ranks.gather(b"")
+        self._closing = False
+        self._progress = Thread(target=self._make_progress, name="arriero-nixl", daemon=True)
+        self._progress.start()
+
+    def _make_progress(self) -> None:
+        """Connections, and reads over TCP, need this end too. NIXL's own thread never rests, ours does."""
+        while not self._closing:
+            self._agent.get_new_notifs()
+            if self._server.somebody_reads(within_s=_IDLE_S):
+                time.sleep(_BUSY_S)
 
     def close(self) -> None:
         super().close()
+        self._closing = True
+        self._progress.join()
         self._agent.deregister_memory(self._registered)
 
 
@@ -90,7 +105,7 @@ class NixlInlet(ServedInlet):
     """A receiver rank's end."""
 
     def __init__(self, url: str, plan: Plan, name: str, secret: bytes, bound_s: float = 60.0) -> None:
-        self._agent = _agent(f"receiver-{name}-{time.monotonic_ns()}")
+        self._agent = make_agent(f"receiver-{name}-{time.monotonic_ns()}")
         self._offers: dict[int, tuple[_Offer, str]] = {}
         self._regions: dict[tuple[int, int], Any] = {}
         # Two halves: one is being filled while the other is read.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -224,15 +225,17 @@ class ShardReceiver:
         with ExitStack() as stack:
             stack.enter_context(self._inlet.lease(manifest, [span for span, _ in spans]))
             arriving = stack.enter_context(closing(self._inlet.fetch(manifest, [span for span, _ in spans])))
-            if self._inlet.stable:
-                tasks = [
-                    self._threads.submit(receive_span, manifest, span, landings, data, into, self._staging)
-                    for (span, landings), data in zip(spans, arriving, strict=True)
-                ]
-                _results(tasks)
-            else:
+            tasks: list[Future[None]] = []
+            try:
                 for (span, landings), data in zip(spans, arriving, strict=True):
-                    receive_span(manifest, span, landings, data, into, self._staging)
+                    land = partial(receive_span, manifest, span, landings, data, into, self._staging)
+                    if self._inlet.stable or data is span.into:
+                        tasks.append(self._threads.submit(land))
+                    else:
+                        land()
+            finally:
+                wait(tasks)  # none writes behind our back
+            _results(tasks)
 
     def close(self) -> None:
         self._threads.shutdown()
