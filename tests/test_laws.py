@@ -168,3 +168,15 @@ def test_the_losses_of_a_graph_are_found_in_its_components() -> None:
     )
     assert graph_losses(g) == {"trainer.loss": WithKL(loss=AIPO(), beta=0.1)}
     assert graph_violations(g) == {"trainer.loss": []}
+
+
+def test_a_function_of_a_file_goes_through_the_serialised_graph_as_a_loss() -> None:
+    g = Graph("alone")
+    loss = Custom(function=half_weight, needs_behaviour=True, ratio_control=True)
+    batches = g.add(SupervisedBatch(model="absent", examples=1, max_length=9))(
+        g.add(ExampleSource(path="x"))()
+    )
+    g.add(Trainer(model="absent", loss=loss, steps=1))(batches)
+    again = Graph.from_spec(type(g.spec()).model_validate_json(g.spec().model_dump_json()))
+    (violations,) = graph_violations(again).values()
+    assert {v.law for v in violations} == {"on-policy", "weight"}

@@ -71,18 +71,19 @@ def test_no_budget_and_no_ranks_are_refused(token_budget: int, ranks: int) -> No
         plan([1], token_budget=token_budget, ranks=ranks)
 
 
-def by_hand() -> tuple[Sample, Sample]:
-    def sample(tokens: list[int], mask: list[bool], temperature: float) -> Sample:
-        return Sample(
-            group="g",
-            tokens=np.array(tokens, dtype=np.int32),
-            mask=np.array(mask),
-            advantages=np.array([t / 10 for t in tokens], dtype=np.float32),
-            logprobs=np.where(mask, -np.array(tokens), np.nan).astype(np.float32),
-            versions=np.where(mask, 0, -1).astype(np.int32),
-            temperature=temperature,
-        )
+def sample(tokens: list[int], mask: list[bool], temperature: float) -> Sample:
+    return Sample(
+        group="g",
+        tokens=np.array(tokens, dtype=np.int32),
+        mask=np.array(mask),
+        advantages=np.array([t / 10 for t in tokens], dtype=np.float32),
+        logprobs=np.where(mask, -np.array(tokens), np.nan).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        temperature=temperature,
+    )
 
+
+def by_hand() -> tuple[Sample, Sample]:
     # The last token of the second isn't trained on, so neither it nor the one before it has to be read.
     return sample([1, 2, 3, 4], [False, False, True, True], 0.5), sample([5, 6, 7], [False, True, False], 1.0)
 
@@ -116,6 +117,35 @@ def test_a_dummy_has_a_token_to_read_and_none_to_train_on(layout: Layout) -> Non
     micro = pack(by_hand(), (), np.array([0.25, 0.5]), layout=layout)
     assert micro.input_ids_BL.shape == (1, 1)
     assert len(micro.index_T) == len(micro.tokens.targets_T) == 0
+
+
+def test_what_is_trained_on_is_what_was_sampled_whatever_its_id() -> None:
+    # ROLL 1f9d2171: where the end of sequence is also the padding, a mask made from ids loses or adds tokens.
+    tokens = [1, 2, 2, 42, 3, 5, 0]
+    ended = sample(tokens, [False] * 3 + [True] * 4, 1.0)
+    longer = sample([1, *range(2, 10)], [False] + [True] * 8, 1.0)
+    packed = pack((ended, longer), (0, 1), np.ones(2)).tokens
+    assert packed.targets_T[packed.sequence_T == 0].tolist() == [42, 3, 5, 0]
+
+
+def test_rows_that_pad_a_batch_change_nothing() -> None:
+    # rllm PR#508: rows added so that a batch of 3 divides by 4 had a mask.
+    alone = pack(by_hand(), (0, 1), np.array([0.25, 0.5])).tokens
+    filled = pack((*by_hand(), random_sample(6, trained=False)), (0, 1, 2), np.array([0.25, 0.5, 0.0])).tokens
+    for name in ("targets_T", "advantages_T", "weights_T", "behaviour_T", "sequence_T"):
+        assert torch.equal(getattr(alone, name), getattr(filled, name))
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "padded"), (3, "concatenated")])
+def test_samples_that_belong_together_share_a_micro_batch(ranks: int, layout: Layout) -> None:
+    lengths = [3, 30, 8, 8, 20, 5, 6, 6]
+    shares = plan(lengths, token_budget=32, ranks=ranks, layout=layout, together=2)
+    micros = [micro for share in shares for micro in share]
+    assert sorted(i for micro in micros for i in micro) == list(range(8))
+    assert all(micro[k] + 1 == micro[k + 1] for micro in micros for k in range(0, len(micro), 2))
+    assert len({len(share) for share in shares}) == 1
+    with pytest.raises(ValueError, match="7 samples don't divide into terms of 2"):
+        plan(lengths[:7], token_budget=32, together=2)
 
 
 def test_token_ids_become_int64_and_the_rest_float32() -> None:

@@ -454,13 +454,30 @@ def ranked_batches() -> tuple[Batch, ...]:
     return random_batch([20, 3, 9, 14, 6], prompt=2), masked, random_batch([7])
 
 
+def ranked_states(group: dist.ProcessGroup | None) -> tuple[TrainState, TrainState]:
+    """One update per batch; and four, with log-probabilities of before them and a ratio per sequence."""
+    weight = ImportanceWeight(upper=3.0, level="sequence_geometric")
+    several = TrainState(
+        tiny_llama(scale=5.0),
+        loss=DecoupledPPO(weight=weight),
+        optimizer=GENTLE,
+        steps=10,
+        token_budget=24,
+        minibatches=2,
+        epochs=2,
+        group=group,
+    )
+    return state_of(token_budget=24, group=group), several
+
+
 def train_on_a_rank(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    state = state_of(token_budget=24, group=dist.group.WORLD)
-    metrics = [state.step(batch) for batch in ranked_batches()]
+    state, several = ranked_states(dist.group.WORLD)
+    metrics = [s.step(batch) for s in (state, several) for batch in ranked_batches()]
     save_file(weights_after(state), directory / f"{rank}.safetensors")
+    save_file(weights_after(several), directory / f"several-{rank}.safetensors")
     refused = ""
     try:
         state.step(random_batch([5], seed=rank))
@@ -478,16 +495,16 @@ def test_two_ranks_end_at_the_weights_of_one(tmp_path: Path) -> None:
     for process in ranks:
         process.join(timeout=100)
     assert [process.exitcode for process in ranks] == [0, 0]
-    alone = state_of()
-    expected = [alone.step(batch) for batch in ranked_batches()]
-    weights = weights_after(alone)
+    alone = ranked_states(None)
+    expected = [state.step(batch) for state in alone for batch in ranked_batches()]
     for rank in (0, 1):
         metrics, refused = json.loads((tmp_path / f"{rank}.json").read_text())
         for ours, theirs in zip(metrics, expected, strict=True):
             assert ours.keys() == theirs.keys()
             assert ours == pytest.approx(theirs, abs=1e-5)
-        stored = load_file(tmp_path / f"{rank}.safetensors")
-        assert max(float((stored[name] - weights[name]).abs().max()) for name in weights) < 1e-6
         assert "different batches" in refused
-    one, two = (load_file(tmp_path / f"{rank}.safetensors") for rank in (0, 1))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    for state, name in zip(alone, ("", "several-"), strict=True):
+        weights = weights_after(state)
+        one, two = (load_file(tmp_path / f"{name}{rank}.safetensors") for rank in (0, 1))
+        assert all(torch.equal(one[n], two[n]) for n in one)
+        assert max(float((one[n] - weights[n]).abs().max()) for n in weights) < 1e-6
