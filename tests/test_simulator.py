@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import numpy as np
@@ -169,3 +170,17 @@ def test_thousands_of_generators_take_seconds_and_leave_a_timeline(tmp_path: Pat
     assert "staleness" in trace.table()
     draw_timeline(trace, tmp_path / "timeline.svg")
     assert (tmp_path / "timeline.svg").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sixteen_thousand_generators_and_a_thousand_steps_take_less_than_a_minute_of_one_core() -> None:
+    spec = wide_graph(generators=16384, rewards=512, groups=16384, staleness=1)
+    times: dict[str, Duration] = {
+        "generator": LogNormal(median=40, sigma=0.6, longest=300), "reward": Fixed(0.3), "trainer": Fixed(48),
+    }  # fmt: skip
+    began = time.process_time()
+    trace = simulate(spec, Scenario(times=times, steps=1000, sync_s=2.0))
+    assert time.process_time() - began < 60
+    assert trace.steps == 1000
+    assert trace.staleness.total() == 1000 * 16384

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from arriero.engine.errors import UserError
@@ -138,11 +138,3 @@ def hardware(name: str) -> Hardware:
     if (found := HARDWARE.get(name.lower())) is None:
         raise UserError(f"hardware {name} is not known; there are {', '.join(HARDWARE)}")
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """`gpus` devices of one kind."""
-
-    hardware: Hardware = field(default_factory=lambda: HARDWARE["h100"])
-    gpus: int = 8

@@ -6,7 +6,6 @@ The number, not the order of asking, decides: every way to simulate a graph draw
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -135,8 +134,3 @@ class Draws:
             if len(self._chunks) > 8:  # numbers rise: the oldest chunk isn't asked for again, or drawn anew
                 del self._chunks[min(self._chunks)]
         return self._chunks[index]
-
-
-def mean_of(durations: Sequence[float]) -> Recorded:
-    """Measured durations as a distribution."""
-    return Recorded(seconds=tuple(durations))
