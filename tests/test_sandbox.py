@@ -249,7 +249,7 @@ def test_a_row_whose_own_solution_fails_is_set_aside() -> None:
 
 @needs_sandbox
 async def test_slow_programs_are_wrong_and_do_not_disturb_the_others() -> None:
-    reward = Code(sandbox=SandboxLimits(time_s=1.5), limits=Limits(time_s=60.0))
+    reward = Code(sandbox=SandboxLimits(time_s=3.0), limits=Limits(time_s=60.0))
     record = group(fenced(GOOD), fenced("while True: pass"), "", fenced(GOOD), metadata={"tests": ADD})
     found = await scores(reward, record)
     assert [s.outcome.value for s in found] == ["ok", "wrong", "wrong", "ok"]

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -18,7 +17,7 @@ from arriero.engine.errors import UserError
 from arriero.schemas.messages import Dropped, Outcome, Prompt, Rollout, ScoredGroup
 from tests.verdicts import group, rollout, run, scores, values
 
-SHORT = Limits(time_s=1.5, memory_mb=256)
+SHORT = Limits(time_s=3.0, memory_mb=128)
 
 
 def by_command(prompt: Prompt, rollout: Rollout) -> float:
@@ -75,7 +74,7 @@ async def test_hung_and_crashed_workers_cost_their_own_rollout_alone() -> None:
     told = [s.value if s.outcome is Outcome.OK else s.outcome.value for s in found]
     assert told == [1, "timeout", 2, "error", 3, "error", 4, "error", 5, "error", 6, 1, "error", 7]
     why = {text: score.detail for text, score in zip(texts, found, strict=True) if score.detail}
-    assert why["hang"] == "over 1.5 s"
+    assert why["hang"] == "over 3 s"
     assert "SIGSEGV" in why["die"]
     assert why["exit"] == "SystemExit: 3"
     assert why["raise"] == "ZeroDivisionError: by zero"
@@ -83,14 +82,15 @@ async def test_hung_and_crashed_workers_cost_their_own_rollout_alone() -> None:
     assert "NoneType" in why["none"]
 
 
-async def test_an_async_function_scores_many_at_once_and_its_hang_costs_only_itself() -> None:
-    reward = Function(function=waits, at_once=16, limits=Limits(time_s=1.5))
-    start = time.monotonic()
+async def test_an_async_function_scores_many_at_once() -> None:
+    reward = Function(function=waits, at_once=16, limits=Limits(time_s=30.0))
     assert await values(reward, group(*(str(k) for k in range(1, 17)))) == list(range(1, 17))
-    assert time.monotonic() - start < 16 * 0.2 + 20  # 16 in turn would take 3.2 s on top of the start
-    told = [s.outcome.value for s in await scores(reward, group("1", "hang", "spin", "2"))]
-    assert told[0] == told[3] == "ok"
-    assert "timeout" in told[1:3]
+
+
+async def test_a_loop_in_an_async_function_costs_only_its_own_rollout() -> None:
+    # It stops the others of its worker, too: each of them is asked again in a worker of its own.
+    found = await scores(Function(function=waits, limits=Limits(time_s=1.0)), group("1", "spin", "hang"))
+    assert [s.outcome.value for s in found] == ["ok", "timeout", "timeout"]
 
 
 async def test_what_a_killed_worker_started_dies_with_it(tmp_path: Path) -> None:

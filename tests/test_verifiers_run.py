@@ -88,7 +88,7 @@ def test_a_run_trains_on_verdicts_and_accounts_for_quarantined_rows(tmp_path: Pa
 
 
 def test_a_reward_that_hangs_costs_its_rollout_and_the_run_goes_on(tmp_path: Path) -> None:
-    code, run = ran(Function(function=hangs_at_row_1, limits=Limits(time_s=1.0)), tmp_path / "run")
+    code, run = ran(Function(function=hangs_at_row_1, limits=Limits(time_s=2.0)), tmp_path / "run")
     assert code == 0
     counts: Counter[str] = Counter(json.loads(run.summary.read_text(encoding="utf-8"))["counts"])
     # The held-out prompts and the training prompts have a row 1 each.

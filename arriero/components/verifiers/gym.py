@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -33,6 +33,8 @@ class ReasoningGym(Isolated):
     tag: str = (
         ""  # "answer": the last <answer>...</answer> is scored, a response without it is wrong; empty: all
     )
+
+    slow_start: ClassVar[bool] = True  # the trial of some sets takes many seconds
 
     def score(self, prompt: Prompt, rollout: Rollout) -> Score:
         name, options = _source(prompt)

@@ -41,6 +41,7 @@ class Pool:
         self._alive: set[WorkerProcess] = set()
         self._starting: set[asyncio.Task[None]] = set()
         self._alone = asyncio.Lock()
+        self._first: bytes | None = None  # a prompt to warm workers with
         self._jobs = 0
         self.replaced = 0
 
@@ -74,8 +75,11 @@ class Pool:
 
     async def unscorable(self, prompt: Prompt) -> str:
         """Why no response to `prompt` can be scored; a prompt whose check hangs or crashes is unscorable."""
+        data = encode(prompt)
         try:
-            done = await self._ask(encode(prompt), b"")
+            if self._reward.slow_start and self._first is None:
+                await self._warm_all(data)
+            done = await self._ask(data, b"")
         except (Overdue, WorkerDied) as error:
             return f"the check of its answer failed: {error}"
         return done.detail
@@ -112,6 +116,23 @@ class Pool:
             finally:
                 await worker.kill()
 
+    async def _warm_all(self, prompt: bytes) -> None:
+        """Let every worker meet its first prompt without hurry."""
+        self._first = prompt
+        workers = [await self._place() for _ in range(self._reward.workers)]
+        try:
+            await asyncio.gather(*(self._warm(w) for w in workers))
+        except (Overdue, WorkerDied):
+            await asyncio.gather(*(self._replace(w) for w in workers))
+            raise
+        for worker in workers:
+            self._free.put_nowait(worker)
+
+    async def _warm(self, worker: WorkerProcess) -> None:
+        if self._reward.slow_start and self._first is not None:
+            self._jobs += 1
+            await worker.ask(Job(self._jobs, self._first, b""), self._reward.limits.start_s)
+
     async def _place(self) -> WorkerProcess:
         while True:
             worker = await self._free.get()
@@ -141,7 +162,10 @@ class Pool:
             worker = WorkerProcess()
             try:
                 problem = await worker.start(self._setup, limits.start_s)
-            except WorkerDied as error:
+                if not problem:
+                    await self._warm(worker)
+            except (WorkerDied, Overdue) as error:
+                await worker.kill()
                 problem = f"its worker died at the start: {error}"
                 continue
             except BaseException:

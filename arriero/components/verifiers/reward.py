@@ -134,6 +134,7 @@ class Isolated(RolloutReward):
     workers: PositiveInt = 1  # processes of each replica
     limits: Limits = field(default_factory=Limits)
 
+    slow_start: ClassVar[bool] = False  # the first prompt of each worker may take as long as its start
     text_only: ClassVar[bool] = True  # `score` reads of the rollout its text and its finish alone
 
     def prepare(self) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from arriero.components.verifiers.reward import Isolated, describe, no_verdict
 from arriero.components.verifiers.wire import HEADER_BYTES, Done, Job, Ready, Setup, frame
 from arriero.engine.codec import decode
+from arriero.engine.errors import UserError
 from arriero.engine.portable import from_json
 from arriero.schemas.messages import Outcome, Prompt, Rollout, Score
 
@@ -41,7 +42,7 @@ def main() -> None:
         assert isinstance(reward, Isolated)
         reward.prepare()
     except Exception as error:  # noqa: BLE001  # told to the pool, which tells the user
-        sink.write(frame(Ready(describe(error))))
+        sink.write(frame(Ready(str(error) if isinstance(error, UserError) else describe(error))))
         return
     _limit_memory(setup.memory_mb)
     sink.write(frame(Ready("")))
