@@ -272,6 +272,8 @@ async def test_a_truncated_response_has_part_in_the_baseline_only() -> None:
     found = await run(component, truncated(scored(0, 1, 0, 0, 0), 1, 2), truncated(scored(1, 1, 0), 0, 1))
     (batch,) = kept(found)
     assert [s.advantages[2] for s in batch.samples] == [0.75, -0.25]
+    (batch,) = kept(await run(GroupAdvantage(groups=1), truncated(scored(0, 1, 0, 0), 1)))
+    assert [s.truncated for s in batch.samples] == [False, True, False]
     assert [(d.parent, d.detail) for d in dropped(found)] == [("s1", "every response is truncated")]
 
 

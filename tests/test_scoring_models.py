@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from arriero.components.advantages import whitened_tokens
+from arriero.components.advantages import gae, whitened_tokens
 from arriero.components.critic import Critic
 from arriero.components.losses import value_loss
 from arriero.components.optimizer import AdamW
@@ -31,6 +31,7 @@ from arriero.schemas.messages import Batch, Sample
 from tests.batches import random_batch, random_sample
 from tests.drive import Alone, kept, outputs, stream
 from tests.inline_runs import policy_gradient_fields, steps_of, tiny_model
+from tests.tiny_models import tiny_tokenizer
 
 torch.set_num_threads(1)
 
@@ -110,6 +111,35 @@ async def test_the_first_advantages_of_a_critic_are_those_of_values_that_are_zer
         np.testing.assert_allclose(s.advantages[s.mask], expected, atol=1e-5)
         assert (s.advantages[~s.mask] == 0).all()
     assert found.parents == ("b",)
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+async def test_a_response_that_was_cut_off_may_go_on_with_its_value(tmp_path: Path, bootstrap: bool) -> None:
+    state = scoring(tiny_model(tmp_path / "tiny"))
+    parts: tuple[Any, Any] = (state.model, tiny_tokenizer())  # `save_pretrained` is partly untyped
+    for part in parts:
+        part.save_pretrained(tmp_path / "critic")
+    samples = tuple(
+        s.model_copy(update={"truncated": i == 0})
+        for i, s in enumerate(random_batch([6, 9], prompt=2).samples)
+    )
+    critic = Critic(model=str(tmp_path / "critic"), steps=1, gamma=0.9, lam=0.8, bootstrap=bootstrap)
+    (found,) = kept(await outputs(critic.run(stream([Batch(id="b", samples=samples)], Batch))))
+    values, ends = state.values(samples), state.values([read_at_the_end(s) for s in samples])
+    expected = whitened_tokens(
+        [
+            gae(
+                np.append(np.zeros(len(v) - 1), s.reward),
+                v,
+                gamma=0.9,
+                lam=0.8,
+                bootstrap=float(end[0]) if s.truncated and bootstrap else 0.0,
+            )
+            for s, v, end in zip(samples, values, ends, strict=True)
+        ]
+    )
+    for s, ours in zip(found.samples, expected, strict=True):
+        np.testing.assert_allclose(s.advantages[s.mask], ours, atol=1e-4)
 
 
 async def test_a_critic_learns_what_a_reward_depends_on(tmp_path: Path) -> None:

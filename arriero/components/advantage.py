@@ -150,6 +150,7 @@ def _sample(record: ScoredGroup, rollout: Rollout, score: Score, advantage: floa
         versions=rollout.versions,
         temperature=rollout.temperature,
         reward=score.value,
+        truncated=rollout.finish == "length",
         origin=_origin(record),
     )
 

@@ -35,7 +35,8 @@ class Critic:
     The reward of a sample is earned by its last sampled token, `-kl * log(mu/ref)` by each, from the
     behaviour and the reference log-probabilities. Values come from the critic before it trains on the batch,
     which it does after giving it on: `epochs` updates on the returns, values held within `clip` of those
-    before. Tokens of observations are skipped. A response that was cut off counts as ended there.
+    before. Tokens of observations are skipped. A response that was cut off counts as ended, for its reward is
+    of what there is; with `bootstrap` it goes on with the value after its last token.
     It starts from `model`, with a head that gives 0. Source: PPO as in arXiv:2203.02155 and 2009.01325.
     """
 
@@ -47,6 +48,7 @@ class Critic:
     kl: NonNegativeFloat = 0.0
     clip: PositiveFloat = 0.2
     epochs: PositiveInt = 1
+    bootstrap: bool = False
     token_budget: PositiveInt = 8192
     computes: ClassVar[bool] = True
 
@@ -62,7 +64,8 @@ class Critic:
             state = await compute(self._load)
             async for batch in batches:
                 values = await compute(state.values, batch.samples)
-                advantages = [self._gae(s, v) for s, v in zip(batch.samples, values, strict=True)]
+                after = await compute(self._after, state, batch.samples)
+                advantages = [self._gae(*each) for each in zip(batch.samples, values, after, strict=True)]
                 yield _with_advantages(batch, whitened_tokens(advantages))
                 await compute(self._train, state, batch.samples, values, advantages)
 
@@ -74,7 +77,18 @@ class Critic:
         model, _ = load_scorer(self.model, device="cuda" if torch.cuda.is_available() else "cpu")
         return ScoringState(model, optimizer=self.optimizer, steps=self.steps, token_budget=self.token_budget)
 
-    def _gae(self, sample: Sample, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    def _after(self, state: ScoringState, samples: tuple[Sample, ...]) -> list[float]:
+        """The value of what would have come after each sample."""
+        from arriero.components.scoring_model import read_at_the_end
+
+        cut = [i for i, s in enumerate(samples) if s.truncated and self.bootstrap]
+        values = state.values([read_at_the_end(samples[i]) for i in cut]) if cut else []
+        after = [0.0] * len(samples)
+        for i, value in zip(cut, values, strict=True):
+            after[i] = float(value[0])
+        return after
+
+    def _gae(self, sample: Sample, values: npt.NDArray[np.float32], after: float) -> npt.NDArray[np.float64]:
         """Advantages of the sampled tokens."""
         rewards = np.zeros(len(values))
         if self.kl:
@@ -82,7 +96,7 @@ class Critic:
             assert sample.reference is not None
             rewards -= self.kl * (sample.logprobs - sample.reference)[sample.mask]
         rewards[-1:] += sample.reward
-        return gae(rewards, values, gamma=self.gamma, lam=self.lam)
+        return gae(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=after)
 
     def _train(
         self,

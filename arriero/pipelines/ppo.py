@@ -22,7 +22,8 @@ from arriero.schemas.messages import Weights
 class PPOConfig(SampledConfig):
     """`reward_model` is a directory made by the pipeline of this name; the others begin as `model`.
 
-    `kl` is the price of a nat away from the reference, paid by each token.
+    `kl` is the price of a nat away from the reference, paid by each token. `bootstrap`: a response that was
+    cut off goes on with the critic's value.
     """
 
     reward_model: str
@@ -32,6 +33,7 @@ class PPOConfig(SampledConfig):
     lam: float = Field(default=0.95, ge=0, le=1)
     clip: PositiveFloat = 0.2
     value_clip: PositiveFloat = 0.2
+    bootstrap: bool = False
     minibatches: PositiveInt = 4
     critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
 
@@ -48,7 +50,8 @@ def ppo(cfg: PPOConfig) -> Graph:
     read = g.add(ReferenceLogprobs(model=cfg.model, token_budget=cfg.token_budget), name="reference")(batches)
     critic = Critic(
         model=cfg.model, steps=cfg.steps, optimizer=cfg.critic_optimizer, gamma=cfg.gamma, lam=cfg.lam,
-        kl=cfg.kl, clip=cfg.value_clip, epochs=cfg.minibatches, token_budget=cfg.token_budget,
+        kl=cfg.kl, clip=cfg.value_clip, epochs=cfg.minibatches, bootstrap=cfg.bootstrap,
+        token_budget=cfg.token_budget,
     )  # fmt: skip
     judged = g.add(critic, name="critic")(read)
     trainer = cfg.trainer(ClippedPolicyGradient(low=cfg.clip, high=cfg.clip), minibatches=cfg.minibatches)

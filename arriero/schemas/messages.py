@@ -185,6 +185,7 @@ class Sample(Message):
 
     `advantages` [L] float32 is finite everywhere; `logprobs` and `versions` are None for supervised data,
     else as in `Rollout`. `reference` is as `logprobs`, of a fixed model; None if none has read the sample.
+    `truncated`: the response ended at the limit of tokens, so something would have come after it.
     `group` is the id of the record it came from, so that a whole group can be dropped from a batch.
     """
 
@@ -197,6 +198,7 @@ class Sample(Message):
     reference: Float32Array | None = None
     temperature: PositiveFloat = 1.0
     reward: FiniteFloat = 0.0
+    truncated: bool = False
     origin: int = -1
 
     @model_validator(mode="after")
