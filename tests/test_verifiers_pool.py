@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -111,6 +112,35 @@ async def test_no_worker_outlives_its_reward() -> None:
         mine = psutil.Process().children()
         assert len(mine) >= 2
     assert not [p for p in psutil.Process().children() if p in mine and p.status() != psutil.STATUS_ZOMBIE]
+
+
+OPENS_AND_HANGS = """
+import asyncio, psutil
+from arriero.components.rewards import Function
+from arriero.components.verifiers.pool import Pool
+from arriero.schemas.messages import Prompt
+from tests.verdicts import hangs_at_row_1, rollout
+
+async def main():
+    async with Pool(Function(function=hangs_at_row_1)) as pool:
+        print(psutil.Process().children()[0].pid, flush=True)
+        await pool.score(Prompt(text="?", row=1), rollout("#### -1"))
+
+asyncio.run(main())
+"""
+
+
+def test_a_hung_worker_dies_with_the_process_that_asked_it() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", OPENS_AND_HANGS], stdout=subprocess.PIPE, env=environment
+    ) as asking:
+        assert asking.stdout is not None
+        worker = psutil.Process(int(asking.stdout.readline()))
+        assert worker.is_running()
+        asking.kill()
+    _, alive = psutil.wait_procs([worker], timeout=10)
+    assert not alive
 
 
 async def test_power_towers_are_judged_at_once() -> None:

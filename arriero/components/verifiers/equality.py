@@ -20,7 +20,7 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from arriero.components.verifiers import symbolic
+from arriero.components.verifiers import symbolic, units
 from arriero.components.verifiers.latex import is_spelled, normal, plain, words
 from arriero.components.verifiers.quantity import number
 from arriero.components.verifiers.structure import (
@@ -43,6 +43,8 @@ _ANY = "7919.5"  # compared with a gold answer only to see whether that can be r
 
 def same_answer(gold: str, answer: str) -> bool:
     """Whether `answer` is `gold`. Raises symbolic.Unreadable if `gold` can't be read."""
+    if units.differ(gold, answer):
+        return False
     return _same(normal(gold), normal(plain(answer) if "\\" not in answer else answer), 0)
 
 
