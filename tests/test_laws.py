@@ -35,6 +35,7 @@ from arriero.components.losses import (
     Reinforce,
     WithEntropy,
     WithKL,
+    facts,
 )
 from arriero.components.packing import PackedTokens
 from arriero.components.supervised import ExampleSource, SupervisedBatch
@@ -168,6 +169,33 @@ def test_the_losses_of_a_graph_are_found_in_its_components() -> None:
     )
     assert graph_losses(g) == {"trainer.loss": WithKL(loss=AIPO(), beta=0.1)}
     assert graph_violations(g) == {"trainer.loss": []}
+
+
+def above_reference(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+    """Policy gradient of what the reference finds less likely."""
+    assert tokens.reference_T is not None
+    return -tokens.advantages_T * (tokens.reference_T < 0) * logprobs_T
+
+
+def test_a_function_may_need_what_the_trainer_or_a_reference_gives() -> None:
+    loss = Custom(
+        function=above_reference, needs_behaviour=False, ratio_control=False, needs=("reference", "entropy")
+    )
+    assert facts(loss).needs == {"reference", "entropy"}
+    assert check_laws(loss) == []
+
+
+class Misspelt(Reinforce):
+    """Needs what doesn't exist."""
+
+    needs = frozenset({"refrence"})
+
+
+def test_an_unknown_need_is_refused_with_those_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"Misspelt needs \['refrence'\]; there are proximal, reference, entropy"
+    ):
+        facts(Misspelt())
 
 
 def test_a_function_of_a_file_goes_through_the_serialised_graph_as_a_loss() -> None:

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from arriero.components.losses import DRO
 from arriero.components.optimizer import AdamW
 from arriero.components.recorded import RecordedRollouts, write_recorded
+from arriero.components.trainer import Trainer
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.pipelines.offline import OfflineConfig, offline
 from arriero.schemas.messages import Outcome, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
-from tests.drive import kept, outputs
+from tests.drive import Alone, kept, outputs
 from tests.inline_runs import steps_of, tiny_model
 
 torch.set_num_threads(1)
@@ -70,6 +72,13 @@ async def test_a_line_that_is_no_group_is_named_with_what_is_wrong(tmp_path: Pat
     path.write_text(json.dumps(row))
     with pytest.raises(UserError, match="finite where mask is true"):
         await outputs(RecordedRollouts(path=str(path), epochs=1).run())
+
+
+def test_recorded_rollouts_have_behaviour_logprobs_for_a_loss_that_needs_them() -> None:
+    trainer = Trainer(model="m", loss=DRO(), steps=1)
+    lines = list(trainer.problems(Alone(RecordedRollouts(path="x.jsonl"))))
+    assert not any("behaviour" in line for line in lines)
+    assert any("behaviour" in line for line in trainer.problems(Alone()))
 
 
 def test_the_better_of_recorded_responses_are_imitated(tmp_path: Path) -> None:

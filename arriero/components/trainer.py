@@ -13,6 +13,8 @@ from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW
+from arriero.components.recorded import RecordedRollouts
+from arriero.components.reference import ReferenceLogprobs
 from arriero.components.sampling import Sampling
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import Context, current
@@ -72,13 +74,12 @@ class Trainer:
                     f"sampling with top_p={sampler.sampling.top_p}, greedy={sampler.sampling.greedy}: "
                     "the trainer can't reproduce those log-probabilities; train with top_p=1, greedy=false"
                 )
-        if self.loss.needs_behaviour and not samplers:
+        known = bool(samplers) or bool(view.upstream(RecordedRollouts))
+        if self.loss.needs_behaviour and not known:
             yield f"{loss} needs behaviour log-probabilities, but nothing upstream samples; use CrossEntropy"
 
     def _unmet(self, wants: Facts, view: GraphView) -> Iterable[str]:
         """What the loss asks of the graph and of this configuration, and doesn't get."""
-        from arriero.components.reference import ReferenceLogprobs
-
         loss = type(self.loss).__name__
         if "reference" in wants.needs and not view.upstream(ReferenceLogprobs):
             yield f"{loss} needs reference log-probabilities; put a ReferenceLogprobs before the trainer"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.dataclasses import dataclass
 
-from arriero.components.losses.loss import Loss
+from arriero.components.losses.loss import Loss, Need
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,7 @@ class Custom(Loss):
     function: Callable[..., Any]
     needs_behaviour: bool  # type: ignore[misc]  # a fact of the function, so not of this class
     ratio_control: bool  # type: ignore[misc]
+    needs: tuple[Need, ...] = ()
     policy_gradient: bool = True
 
     def __call__(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:

@@ -10,7 +10,7 @@ nor the ranks, nor padding can change the result. A sequence is never cut, so a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,10 +60,13 @@ class Facts:
 
 
 def facts(loss: Loss) -> Facts:
-    """What `loss` says of itself, defaults where it says nothing."""
+    """What `loss` says of itself, defaults where it says nothing; ValueError for an unknown need."""
     default = Facts()
+    needs: frozenset[Need] = frozenset(getattr(loss, "needs", default.needs))
+    if unknown := sorted(needs - set(get_args(Need))):
+        raise ValueError(f"{type(loss).__name__} needs {unknown}; there are {', '.join(get_args(Need))}")
     return Facts(
-        needs=getattr(loss, "needs", default.needs),
+        needs=needs,
         together=getattr(loss, "together", default.together),
         policy_gradient=getattr(loss, "policy_gradient", default.policy_gradient),
     )
