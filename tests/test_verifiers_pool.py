@@ -143,6 +143,17 @@ def test_a_hung_worker_dies_with_the_process_that_asked_it() -> None:
     assert not alive
 
 
+async def test_a_stopped_worker_is_replaced_however_much_it_is_to_read() -> None:
+    reward = Gsm8k(limits=Limits(time_s=2.0))
+    async with Pool(reward) as pool:
+        (worker,) = psutil.Process().children()
+        worker.suspend()
+        prompt = Prompt(text="x" * 5_000_000, answer="1")
+        assert (await pool.score(prompt, rollout("#### 1"))).outcome is Outcome.TIMEOUT
+        assert (await pool.score(prompt, rollout("#### 1"))).outcome is Outcome.OK
+        assert pool.replaced == 1
+
+
 async def test_power_towers_are_judged_at_once() -> None:
     # math-verify issues 59, 63 and 65: these ran for ever, or until memory was gone.
     pytest.importorskip("math_verify")

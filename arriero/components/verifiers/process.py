@@ -36,6 +36,7 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._tail = b""
+        self._killed = False
 
     async def start(self, setup: Setup, start_s: float) -> str:
         """What is wrong with the reward, "" if nothing. Raises WorkerDied."""
@@ -65,8 +66,9 @@ class WorkerProcess:
         future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._pending[job.id] = future
         try:
-            await self._write(frame(job))
-            return await asyncio.wait_for(asyncio.shield(future), time_s)
+            async with asyncio.timeout(time_s):  # over the writing too: a stopped worker doesn't read
+                await self._write(frame(job))
+                return await asyncio.shield(future)
         except TimeoutError as error:
             if future.done() and not future.cancelled():
                 return future.result()
@@ -91,8 +93,10 @@ class WorkerProcess:
         if process is None:
             return "it wasn't started"
         alive = process.returncode is None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if not self._killed:  # once: later the number may be another group's
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         code = await process.wait()
         if process.stdin is not None:
             process.stdin.close()
