@@ -9,13 +9,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from arriero.engine.weights import nixl_transport
+from arriero.engine.weights.copying import Bytes
 
 PART_BYTES = 8 << 20
 _AHEAD = 4
@@ -65,7 +65,8 @@ class RawNixl:
 
     def __init__(self, name: str, nbytes: int) -> None:
         self._agent = nixl_transport.make_agent(name)
-        self._buffer = np.ones(nbytes, dtype=np.uint8)
+        # Memory as parameters have it: numpy's own would have large pages, which are pinned much faster.
+        self._buffer: Bytes = torch.ones(nbytes, dtype=torch.uint8).numpy()
         self._agent.register_memory([(self._buffer.ctypes.data, nbytes, 0, "")], "DRAM")
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         self.at = f"{metadata}:{self._buffer.ctypes.data}"

@@ -4,7 +4,8 @@
                                  [--receivers 1,2,4] [--json]
 
 One sender and its receivers are processes of their own; each round measures every path in turn, so that a
-ratio is of one run and one load of the machine, and the median round counts.
+ratio is of one run and one load of the machine, and the median round counts. A busy machine stretches what
+takes several threads or processes; the time of the processors, of all threads of one end, does not change.
 
     copy      tensor by tensor between buffers that exist already, twice: the least that a transport does
     publish   pack and hash into a slot, announce
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,10 +59,17 @@ def tensors_of(num_mb: int) -> dict[str, Tensor]:
     return tensors
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+class Taken(NamedTuple):
+    """Seconds of the clock, and of all threads of the process that did it."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def seconds(work: Callable[[], object]) -> Taken:
+    start, used = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return Taken(time.perf_counter() - start, time.process_time() - used)
 
 
 def make_outlet(transport: str, place: str, plan: Plan) -> Outlet:
@@ -96,19 +104,19 @@ class Receiving:
             nbytes = sum(tensor.nbytes for tensor in self.into.values())
             self.raw = (RawGloo if transport == "gloo" else RawNixl).receiver(raw_at, nbytes)
 
-    def receive(self) -> float:
+    def receive(self) -> Taken:
         manifest = self.receiver.newest(self.last, 60)
         assert manifest is not None
         self.last = manifest.version
         return seconds(lambda: self.receiver.receive(manifest, self.into))
 
-    def switch(self) -> float:
+    def switch(self) -> Taken:
         manifest = self.receiver.newest()
         assert manifest is not None
         self.standby.prepare(manifest)
         return seconds(self.standby.switch)
 
-    def transfer(self) -> float:
+    def transfer(self) -> Taken:
         assert self.raw is not None
         return seconds(self.raw.receive)
 
@@ -152,7 +160,7 @@ class Bench:
             self.raw_sender.connect()
         assert [pipe.recv() for pipe in self.pipes] == ["ready"] * receivers
 
-    def copy(self) -> float:
+    def copy(self) -> Taken:
         def twice() -> None:
             for name, tensor in self.tensors.items():
                 self.copies[0][name].copy_(tensor)
@@ -161,18 +169,19 @@ class Bench:
 
         return seconds(twice)
 
-    def publish(self) -> float:
+    def publish(self) -> Taken:
         self.version += 1
         self.tensors["layers.0.norm"].add_(1)
         return seconds(lambda: self.sender.publish(self.version, self.tensors))
 
-    def tell(self, what: str, receivers: int) -> float:
-        """All of them at once; the slowest one's seconds."""
+    def tell(self, what: str, receivers: int) -> Taken:
+        """All of them at once; the slowest one's time, and the largest time of a processor."""
         for pipe in self.pipes[:receivers]:
             pipe.send(what)
         if what == "transfer" and self.raw_sender is not None:
             self.raw_sender.send(lambda: self.pipes[0].poll(50e-6))
-        return max(float(pipe.recv()) for pipe in self.pipes[:receivers])
+        taken = [Taken(*pipe.recv()) for pipe in self.pipes[:receivers]]
+        return Taken(max(t.wall_s for t in taken), max(t.cpu_s for t in taken))
 
     def end(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
@@ -187,7 +196,7 @@ def measure(transport: str, num_mb: int, counts: list[int], rounds: int) -> dict
     """Seconds of each path in each round, and the payload in bytes."""
     folder = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
     bench = Bench(transport, num_mb, max(counts), folder)
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[Taken]] = {}
     try:
         for number in range(rounds + 2):  # two to touch every page of both slots and both sets of parameters
             for count in counts:
@@ -211,20 +220,23 @@ def show(result: dict[str, Any], counts: list[int]) -> dict[str, float]:
     """Print one transport's figures; the ratios."""
     nbytes, times = result["bytes"], result["seconds"]
     first = counts[0]
-    both = [p + r for p, r in zip(times[f"publish for {first}"], times[f"receive by {first}"], strict=True)]
+    publish, receive = times[f"publish for {first}"], times[f"receive by {first}"]
+    both = [Taken(p.wall_s + r.wall_s, p.cpu_s + r.cpu_s) for p, r in zip(publish, receive, strict=True)]
 
-    def of(above: list[float], below: list[float]) -> float:
-        return median(a / b for a, b in zip(above, below, strict=True))
+    def of(above: list[Taken], below: list[Taken], what: int = 0) -> float:
+        return median(a[what] / b[what] for a, b in zip(above, below, strict=True))
 
-    ratios = {"end to end of copy": of(times["copy"], both)}
+    ratios = {"end to end of copy": of(times["copy"], both), "... by processor": of(times["copy"], both, 1)}
     if "raw" in times:
-        ratios["receive of raw"] = of(times["raw"], times[f"receive by {first}"])
-    ratios["switch of receive"] = of(times["switch"], times[f"receive by {first}"])
+        ratios["receive of raw"] = of(times["raw"], receive)
+        ratios["... by processor "] = of(times["raw"], receive, 1)
+    ratios["switch of receive"] = of(times["switch"], receive)
     print(f"\n{result['transport']}, {nbytes / 1e6:.0f} MB")
+    print(f"  {'':<20}{'clock':>10}   {'speed':>11}   {'processor':>10}")
     for name, taken in times.items():
-        passes = 2 if name == "copy" else 1
-        speed = f"{passes * nbytes / median(taken) / 1e9:>8.2f} GB/s" if name != "switch" else ""
-        print(f"  {name:<20}{1e3 * median(taken):>10.2f} ms{speed}")
+        wall_s, cpu_s = median(t.wall_s for t in taken), median(t.cpu_s for t in taken)
+        speed = f"{(2 if name == 'copy' else 1) * nbytes / wall_s / 1e9:.2f} GB/s" if name != "switch" else ""
+        print(f"  {name:<20}{1e3 * wall_s:>10.2f} ms{speed:>11}{1e3 * cpu_s:>10.1f} ms")
     for name, ratio in ratios.items():
         print(f"  {name:<20}{ratio:>10.3f}")
     return ratios

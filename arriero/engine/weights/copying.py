@@ -1,6 +1,6 @@
 """Bytes of one tensor into a slot and out of it, hashed on the way.
 
-Host copies go in chunks that stay in the L2 cache, so that the hash reads them for almost nothing. What is
+Host copies go in chunks that stay in the cache, so that the hash reads them for almost nothing. What is
 hashed at the receiver is what was read back from its own parameter, never what was meant to be written.
 """
 
@@ -18,8 +18,8 @@ from arriero.engine.weights.layout import TORCH_DTYPES, WeightError, dtype_name
 from arriero.schemas.weights import DType
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-HOST_CHUNK_BYTES = 256 << 10  # read back while it is in the cache
-STORE_CHUNK_BYTES = 1 << 20
+# Read back while it is in the cache. With shorter chunks, threads would wait for each other's interpreter.
+HOST_CHUNK_BYTES = 1 << 20
 STAGING_BYTES = 32 << 20
 
 
@@ -54,7 +54,7 @@ def store(source: Tensor, slot: Bytes, staging: Staging) -> str:
     """Copy `source` into `slot` in C order; the fingerprint of the source's bytes."""
     state = xxhash.xxh3_128()
     start = 0
-    for chunk in _host_chunks(source.detach(), staging, STORE_CHUNK_BYTES):
+    for chunk in _host_chunks(source.detach(), staging):
         # Hashed first, the bytes are in the cache, and one long copy bypasses it on its way out.
         state.update(chunk.data)
         slot[start : start + chunk.size] = chunk
@@ -66,7 +66,7 @@ def store(source: Tensor, slot: Bytes, staging: Staging) -> str:
 def fingerprint(tensor: Tensor, staging: Staging) -> str:
     """Fingerprint of the bytes of a tensor in C order, read from where they are."""
     state = xxhash.xxh3_128()
-    for chunk in _host_chunks(tensor.detach(), staging, HOST_CHUNK_BYTES):
+    for chunk in _host_chunks(tensor.detach(), staging):
         state.update(chunk.data)
     return state.hexdigest()
 
@@ -171,12 +171,12 @@ def _split(tensor: Tensor, items: int) -> Iterator[Tensor]:
         yield tensor[start : start + rows]
 
 
-def _host_chunks(tensor: Tensor, staging: Staging, chunk_bytes: int) -> Iterator[Bytes]:
+def _host_chunks(tensor: Tensor, staging: Staging) -> Iterator[Bytes]:
     """Bytes of a tensor in C order, chunk by chunk; each is valid until the next is taken."""
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         view = as_bytes(tensor)
-        for start in range(0, view.size, chunk_bytes):
-            yield view[start : start + chunk_bytes]
+        for start in range(0, view.size, HOST_CHUNK_BYTES):
+            yield view[start : start + HOST_CHUNK_BYTES]
     elif tensor.device.type == "cpu":
         for part in _split(tensor, HOST_CHUNK_BYTES // tensor.element_size()):
             yield as_bytes(part.contiguous())
@@ -184,7 +184,7 @@ def _host_chunks(tensor: Tensor, staging: Staging, chunk_bytes: int) -> Iterator
         for part in _split(tensor.contiguous().view(-1), STAGING_BYTES // tensor.element_size()):
             pinned = staging.like(part)
             pinned.copy_(part)
-            yield from _host_chunks(pinned, staging, chunk_bytes)
+            yield from _host_chunks(pinned, staging)
 
 
 def as_bytes(tensor: Tensor) -> Bytes:

@@ -15,7 +15,7 @@ from arriero.engine.weights.layout import (
     overlapping,
     some,
 )
-from arriero.engine.weights.plan import Landing, Slice, runs
+from arriero.engine.weights.plan import Cell, Landing, Slice, runs
 from arriero.engine.weights.transport import Span
 from arriero.schemas.layouts import RankLayout
 from arriero.schemas.weights import DType, ShardManifest
@@ -26,12 +26,22 @@ _DIRECT_BYTES = 64 << 10  # below, cells that lie side by side are fetched toget
 
 @dataclass(frozen=True)
 class _SentCell:
-    """A cell as `load` and `verify` know it."""
+    """A cell as `load` knows it."""
 
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
+    cell: Cell
     fingerprint: str
+
+    @property
+    def name(self) -> str:
+        return str(self.cell)
+
+    @property
+    def dtype(self) -> DType:
+        return self.cell.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.cell.box.shape
 
 
 def check_shards(layout: RankLayout, tensors: Mapping[str, Tensor], who: str) -> None:
@@ -103,7 +113,7 @@ def receive_span(
     direct = data is span.into
     for landing in landings:
         cell = landing.cell
-        sent = _SentCell(str(cell), cell.dtype, cell.box.shape, manifest.cells[cell.index])
+        sent = _SentCell(cell, manifest.cells[cell.index])
         part = data[cell.offset - span.offset : cell.offset - span.offset + cell.nbytes]
         targets = landing.targets
         if direct:
