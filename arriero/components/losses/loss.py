@@ -80,16 +80,27 @@ class Unclipped:
 
 
 class PerSequence:
-    """Sums and means over the tokens of each sequence (or of each group of tokens with one `key_T`)."""
+    """Sums and means over the tokens of each sequence; the tokens of one `key_T` [T] stand in a row.
+
+    By way of a table of sequences by places, in which no two tokens meet: adding up by index has no fixed
+    order on a GPU, and a step couldn't be replayed to the bit.
+    """
 
     def __init__(self, key_T: Tensor) -> None:
-        untyped: Any = key_T  # torch has no types for `unique`
-        found: tuple[Tensor, Tensor, Tensor] = untyped.unique(return_inverse=True, return_counts=True)
-        _, self.index_T, self.counts_S = found
+        untyped: Any = key_T  # torch has no types for this
+        found: tuple[Tensor, Tensor, Tensor] = untyped.unique_consecutive(
+            return_inverse=True, return_counts=True
+        )
+        _, self._row_T, self.counts_S = found
+        begin_S = self.counts_S.cumsum(0) - self.counts_S
+        ones_T = key_T.new_ones(len(key_T))
+        self._place_T = ones_T.cumsum(0) - 1 - begin_S.index_select(0, self._row_T)
+        self._width = int(self.counts_S.max()) if len(key_T) else 0
 
     def sum(self, x_T: Tensor) -> Tensor:
         """[S], differentiable."""
-        return x_T.new_zeros(len(self.counts_S)).index_add(0, self.index_T, x_T)
+        table_SW = x_T.new_zeros(len(self.counts_S), self._width)
+        return table_SW.index_put((self._row_T, self._place_T), x_T).sum(1)
 
     def mean(self, x_T: Tensor) -> Tensor:
         """[S], differentiable."""
@@ -97,7 +108,7 @@ class PerSequence:
 
     def spread(self, x_S: Tensor) -> Tensor:
         """[T]: each token gets the value of its sequence."""
-        return x_S.index_select(0, self.index_T)
+        return x_S[:, None].expand(-1, self._width)[self._row_T, self._place_T]
 
 
 def log_ratio(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
