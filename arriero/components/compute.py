@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, ParamSpec, Self, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +30,29 @@ def own_device() -> torch.device:
 
 
 class ComputeThread:
-    """`await thread(fn, ...)` runs `fn` in this component's thread. Use as a context manager."""
+    """`await thread(fn, ...)` runs `fn` in this component's thread. Use as a context manager.
+
+    The first call, in which a component imports and loads, runs alone in the process: two threads that import
+    torch or transformers at once get half a module, or end the process.
+    """
+
+    _alone: ClassVar = threading.Lock()
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._loaded = False
 
     async def __call__(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `fn`; cancelling the wait leaves the call to end by itself."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: fn(*args, **kwargs))
+        work = partial(fn, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._run, work)
+
+    def _run(self, work: Callable[[], T]) -> T:
+        if self._loaded:
+            return work()
+        with self._alone:
+            self._loaded = True
+            return work()
 
     def __enter__(self) -> Self:
         return self

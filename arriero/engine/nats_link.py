@@ -304,6 +304,9 @@ class Link:
             await self._client.close()
         except (OSError, NatsError) as error:
             _log.debug("%s: while closing: %s", self.server, error)
+        except asyncio.CancelledError:  # of the client's own, when the connection is lost meanwhile
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
 
 
 def answer(data: bytes) -> dict[str, Any]:

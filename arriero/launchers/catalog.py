@@ -9,6 +9,7 @@ import inspect
 import os
 import pkgutil
 import sys
+import traceback
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import arriero.pipelines
-from arriero.engine.errors import UserError
+from arriero.engine.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from arriero.engine.graph import Graph
@@ -106,6 +107,18 @@ def _import(dotted: str, name: str) -> ModuleType:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from error
     except ImportError as error:
         raise UserError(f"{name} can't be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise _in_file(error, dotted.rpartition(".")[2]) from error
+
+
+def _in_file(error: Exception | SystemExit, stem: str) -> Exception | SystemExit:
+    """`error` in one line, with the place in the user's file `stem`.py; itself if it isn't from there."""
+    ours = str(Path(arriero.pipelines.__path__[0]).parent)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).stem == stem]
+    if isinstance(error, UserError) or not frames or frames[-1].filename.startswith(ours):
+        return error
+    what = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else one_line(error)
+    return UserError(f"{frames[-1].filename}:{frames[-1].lineno}: {type(error).__name__}: {what}")
 
 
 def _pipeline(module: ModuleType, search_path: str) -> Pipeline:
@@ -134,7 +147,9 @@ def _pipeline(module: ModuleType, search_path: str) -> Pipeline:
 
 
 def build(pipeline: Pipeline, config: object) -> Graph:
-    """The pipeline's graph. Raises UserError for a component that refuses what the pipeline gives it."""
+    """The pipeline's graph. Raises UserError for what goes wrong in a pipeline of the user's own, and for a
+    component that refuses what a pipeline gives it.
+    """
     from pydantic import ValidationError
 
     from arriero.engine.graph import Graph
@@ -145,6 +160,8 @@ def build(pipeline: Pipeline, config: object) -> Graph:
     except ValidationError as error:
         lines = [f"{pipeline.name}: {error.title}.{place}: {text}" for place, text in explain(error).items()]
         raise UserError("\n".join(lines) or f"{pipeline.name}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise _in_file(error, pipeline.file.stem) from error
     if not isinstance(cast("object", graph), Graph):  # the annotation of a user's function is a promise only
         raise UserError(f"{pipeline.name} returned {type(graph).__name__}, not a Graph")
     return graph

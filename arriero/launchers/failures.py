@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import shutil
 import signal
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -13,6 +16,7 @@ from arriero.engine.errors import UserError
 from arriero.schemas.ledger import DroppedEvent, Ended
 
 _TRACEBACK_LINES = 14
+_SPACE_BYTES = 256 << 10  # less is none
 # How torchrun says which rank ended first, and its exit code.
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
 
@@ -82,11 +86,23 @@ def dead_letters(event: DroppedEvent, count: int, allowed: int) -> Failure:
     )
 
 
+def out_of_space(failure: Failure, folders: Iterable[Path]) -> Failure:
+    """The cause behind `failure` if one of `folders` is full: who writes there can't even say what failed."""
+    for folder in folders:
+        if folder.exists() and shutil.disk_usage(folder).free < _SPACE_BYTES:
+            first = failure.message.partition("\n")[0]
+            message = f"no space is left in {folder}; make room, or choose another ({first})"
+            return Failure(message=message, code=2)
+    return failure
+
+
 def raised(error: BaseException) -> Failure:
     """An exception that reached the launcher itself; of a group, the first one."""
     if isinstance(error, BaseExceptionGroup):
         group = cast("BaseExceptionGroup[BaseException]", error)  # isinstance leaves its parameter open
         return raised(group.exceptions[0])
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return Failure(message="no space is left for the record of the run; make room", code=2)
     if isinstance(error, (UserError, TimeoutError)):
         return Failure(message=str(error), code=2 if isinstance(error, UserError) else 1)
     return Failure(message=last_lines("".join(traceback.format_exception(error))))

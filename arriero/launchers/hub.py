@@ -166,7 +166,7 @@ async def _declare_and_wait(
             )
         return 0
     finally:
-        with suppress(BrokerError):
+        with suppress(BrokerError, TimeoutError):
             await asyncio.wait_for(broker.close(), 2.0)
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.claim_stores import FolderStore
@@ -28,7 +29,7 @@ from arriero.engine.runtime.journal import announce
 from arriero.engine.runtime.role import Stopped, run_role
 from arriero.engine.runtime.source import steps
 from arriero.launchers.appdef import app_def
-from arriero.launchers.failures import Failure, raised
+from arriero.launchers.failures import Failure, out_of_space, raised
 from arriero.launchers.hub import HUB_FILE, TOKEN, clean, declare, wait_for_hub
 from arriero.launchers.local import LocalApp, Process
 from arriero.launchers.options import LaunchOptions
@@ -170,14 +171,18 @@ class _Conductor:
                 {failing}, timeout=2 * SETTLE_S if working.done() and working.exception() else 0
             )
             if self.supervisor.failed:
-                return Outcome(state="failed", failure=await failing)
+                return self._failed(await failing)
             if error := working.exception():
-                return Outcome(state="failed", failure=raised(error))
+                return self._failed(raised(error))
             return Outcome(state="finished")
         finally:
             for task in (working, failing, stopping):
                 task.cancel()
             await asyncio.gather(working, failing, stopping, return_exceptions=True)
+
+    def _failed(self, failure: Failure) -> Outcome:
+        # Looked at now: cleaning up makes room.
+        return Outcome(state="failed", failure=out_of_space(failure, (self._run.path, Path("/dev/shm"))))
 
     async def close(self) -> None:
         """When all roles have left: read what they wrote last, then disconnect."""

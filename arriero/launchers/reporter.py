@@ -87,13 +87,13 @@ class Reporter:
         """Why a run that came to its end made no step; empty if it did, or was to make none."""
         ledger, drop = self.ledger, self._last_drop
         graph = Graph.from_spec(self._spec)
-        if self._account.steps or drop is None or steps(graph, tuple(graph.nodes)) is None:
+        if self._account.steps or steps(graph, tuple(graph.nodes)) is None:
             return ""
+        told = f"no step was made: none of {ledger.admitted} records was trained on"
+        if drop is None:
+            return f"{told}, and nothing dropped them; a component returned before its stream ended"
         reasons = ", ".join(f"{n} {reason}" for reason, n in ledger.dropped.items())
-        return (
-            f"no step was made: the data ended, and of {ledger.admitted} records none was trained on "
-            f"(dropped: {reasons}; the last by {drop.node}: {drop.detail})"
-        )
+        return f"{told} (dropped: {reasons}; the last by {drop.node}: {drop.detail})"
 
     def finish(self, state: State, error: str) -> RunSummary:
         """Account for the prompts still under way, write the summary and close the files."""
@@ -106,10 +106,14 @@ class Reporter:
         summary = self._account.summary(
             self.ledger, state=state, error=error, wall_s=time.monotonic() - self._began
         )
-        write_json(self._run.summary, summary)
-        for file in self._files:
-            file.close()
-        self._board.close()
+        try:
+            write_json(self._run.summary, summary)
+            for file in self._files:
+                file.close()
+            self._board.close()
+        except OSError as problem:  # a full disk, say; how the run ended must still be told
+            error = f"the record in {self._run.path} can't be completed: {problem.strerror}"
+            summary = summary.model_copy(update={"error": "\n".join(p for p in (summary.error, error) if p)})
         self._display.close()
         return summary
 

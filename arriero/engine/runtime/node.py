@@ -27,7 +27,7 @@ from arriero.engine.runtime.inputs import EdgeSource, LoopSource
 from arriero.engine.runtime.intake import Intake
 from arriero.engine.runtime.journal import Progress, follow_ledger
 from arriero.engine.runtime.outputs import Outbox
-from arriero.engine.runtime.provenance import child_id, origins_of, parents_of
+from arriero.engine.runtime.provenance import check_kind, check_place, child_id, origins_of, parents_of
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Loop, Source, Stream
 from arriero.schemas.graph import GraphSpec
@@ -174,7 +174,10 @@ class NodeRunner:
         if isinstance(output, Dropped):
             self._drop(output, taken)
             return
+        check_kind(output, self.node.output, self.node.name)
         parents = parents_of(output, taken, self.node.name)
+        if self._edges:
+            check_place(output, parents, self.node.name, version=self._version)
         records = [taken[p] for p in parents]
         if not isinstance(output, Weights) or records:
             name = child_id(self.node.name, parents, self._children[parents])
@@ -206,7 +209,9 @@ class NodeRunner:
 
     def _drop(self, output: Dropped, taken: dict[str, Record]) -> None:
         if output.parent not in taken:
-            raise ValueError(f"{self.node.name} dropped {output.parent!r}, which it hasn't taken")
+            raise ValueError(
+                f"{self.node.name} dropped {output.parent!r}, which it hasn't taken or has answered already"
+            )
         event = DroppedEvent(
             node=self.node.name,
             parent=output.parent,

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator
 from typing import TypeVar, cast
 
-from arriero.schemas.messages import Record
+from arriero.schemas.messages import Record, Weights
 
 R = TypeVar("R", bound=Record)
 
@@ -29,6 +29,30 @@ def parents_of(record: Record, taken: Collection[str], node: str) -> tuple[str, 
             "embed the input record in it or pass parents=(input.id, ...)"
         )
     return tuple(taken)
+
+
+def check_kind(output: object, promised: type[Record], node: str) -> None:
+    """TypeError unless an output is what its component's annotation promises; mypy may not have seen it."""
+    if not isinstance(output, promised):
+        kind = type(output).__name__
+        raise TypeError(
+            f"{node} gave {output!r:.80}, a {kind}; its run promises {promised.__name__} or Dropped"
+        )
+
+
+def check_place(output: Record, parents: tuple[str, ...], node: str, *, version: int) -> None:
+    """ValueError for an output that comes from no input, and for a version that doesn't follow `version`.
+
+    The first version of a loop comes from nothing.
+    """
+    if not isinstance(output, Weights):
+        if not parents:
+            raise ValueError(
+                f"{node} gave a {type(output).__name__} that comes from no input it holds; if it gives "
+                "several outputs for an input, let its rates() say produces=..."
+            )
+    elif parents and output.version != version + 1:
+        raise ValueError(f"{node} gave version {output.version} after {version}; a batch makes one version")
 
 
 def child_id(node: str, parents: tuple[str, ...], index: int) -> str:
