@@ -228,7 +228,7 @@ def test_every_mistake_of_a_command_line_is_one_line(tmp_path: Path, toy: str) -
             "learn: it closes a loop, so it has one replica",
         ),
         (["run", "toy.py", "--data", "x", "--staleness=-1"], "loop weights: staleness -1 is negative"),
-        (["run", "toy.py", "--data", "x", "--json"], "--picture and --json belong to arriero check"),
+        (["run", "toy.py", "--data", "x", "--json"], "--json and --laws belong to arriero check"),
         (["run", "toy.py", "--data", "x", "--run-dir", "toy.py"], "toy.py is not a directory"),
     ],
 )

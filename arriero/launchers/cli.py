@@ -25,6 +25,7 @@ usage: arriero COMMAND ...
 
   run PIPELINE [--key value ...] [--config FILE.toml]    train; `run PIPELINE --help` lists every key
   check PIPELINE [the same] [--picture FILE] [--json]    check and show the graph; starts nothing
+  check PIPELINE [the same] --laws                       try its losses against the laws every loss must obey
   plan PIPELINE --model M --gpus N [--hardware NAME]     how to split a cluster for it
   plan --from RUN                                        what to change about a run
   list                                                   the pipelines that come with arriero
@@ -33,7 +34,7 @@ usage: arriero COMMAND ...
 
 PIPELINE is a name from `list`, a module (package.my_algo) or a file (path/to/my_algo.py)."""
 
-OK, MISTAKE, INTERRUPTED, PIPE_CLOSED = 0, 2, 130, 141
+OK, BROKEN, MISTAKE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,11 +132,28 @@ def _check(args: list[str]) -> int:
     ready = _prepare(_pipeline("check", args), args[1:])
     if ready.options.picture:
         show.write_picture(ready.spec, ready.options.picture)
+    if ready.options.laws:
+        return _check_laws(ready.spec)
     if ready.options.json:
         return _printed(lambda: ready.spec.model_dump_json(indent=2))
     out = io.StringIO()
     show.report(ready.pipeline, ready.config, ready.sources, ready.spec, out)
     return _printed(lambda: out.getvalue() if not ready.options.quiet else "")
+
+
+def _check_laws(spec: GraphSpec) -> int:
+    """Say of each loss of the graph which laws it breaks; 1 if it breaks any. Imports torch."""
+    from arriero.components.laws import graph_violations
+    from arriero.engine.graph import Graph
+
+    found = graph_violations(Graph.from_spec(spec))
+    lines = [
+        f"{place}: {said}"
+        for place, violations in found.items()
+        for said in ([str(v) for v in violations] or ["holds to all laws"])
+    ]
+    code = _printed(lambda: "\n".join(lines or ["no component of the graph has a loss"]))
+    return BROKEN if any(found.values()) else code
 
 
 def _list(args: list[str]) -> int:
@@ -164,8 +182,8 @@ def _run(args: list[str]) -> int:
     if text := _wants_help("run", args):
         return _printed(lambda: text)
     ready = _prepare(_pipeline("run", args), args[1:])
-    if ready.options.picture or ready.options.json:
-        raise UserError("--picture and --json belong to arriero check")
+    if ready.options.picture or ready.options.json or ready.options.laws:
+        raise UserError("--picture, --json and --laws belong to arriero check")
     return _start(ready, ["arriero", "run", *args])
 
 

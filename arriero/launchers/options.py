@@ -38,9 +38,10 @@ class Arguments:
     wait_bound_s: PositiveFloat = 600.0  # longest wait for a record, a place or a version
     liveness_s: Annotated[float, Field(ge=3)] = 30.0  # oldest heartbeat of a role that is alive; one a second
     max_dead_letters: NonNegativeInt = 0  # records that may fail for good before the run does
-    quiet: bool = False  # print errors only
+    quiet: bool = False  # print the final result only
     picture: Path | None = None  # check: write the graph's picture to FILE.svg or FILE.mmd
     json: bool = False  # check: print the graph as JSON and nothing else
+    laws: bool = False  # check: try the losses of the graph against the laws that every loss must hold to
 
 
 @dataclass(frozen=True, kw_only=True)
