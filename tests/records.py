@@ -94,13 +94,13 @@ scored_groups = groups.flatmap(
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     """With the behaviour policy's log-probabilities and versions, or supervised without."""
-    fields = draw(arrays())
+    fields: dict[str, Any] = draw(arrays())
     if draw(st.booleans()):
         fields = {name: fields[name] for name in ("tokens", "mask")}
     advantages = hnp.arrays(np.float32, len(fields["mask"]), elements=st.floats(-1e6, 1e6, width=32))
     return Sample(
         group=draw(names), **fields, advantages=draw(advantages), temperature=draw(st.floats(0.01, 10)),
-        reward=draw(finite), origin=draw(st.integers(-1, 2**40)),
+        reward=draw(finite), origin=draw(st.integers(-1, 2**40)), truncated=draw(st.booleans()),
     )  # fmt: skip
 
 
