@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import Counter
@@ -37,9 +38,17 @@ class Endpoints:
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self.serve(reader, writer))
-        self.tasks.add(task)
-        task.add_done_callback(lambda done: writer.transport.abort() if done.cancelled() else writer.close())
+        self.tasks.add(asyncio.ensure_future(self.closing(reader, writer)))
+
+    async def closing(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self.serve(reader, writer)
+            writer.close()
+        finally:
+            if not writer.is_closing():
+                writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def end(self) -> None:
         for task in self.tasks:
@@ -235,24 +244,27 @@ async def test_a_judge_may_be_a_term_of_a_sum() -> None:
 
 
 async def test_answers_in_chunks_are_read_and_large_ones_refused() -> None:
-    async def chunked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n[1,\r\n3;x=y\r\n 2]\r\n0\r\n\r\n"
-        )
-        writer.close()
+    answers = {
+        "chunked": b"Transfer-Encoding: chunked\r\n\r\n3\r\n[1,\r\n3;x=y\r\n 2]\r\n0\r\n\r\n",
+        "large": b"Content-Length: 99999999999\r\n\r\n",
+    }
 
-    async def large(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n")
-        await reader.read()
-        writer.close()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = (await reader.readuntil(b"\r\n\r\n{}")).decode().split(" ")[1]
+        writer.write(b"HTTP/1.1 200 OK\r\n" + answers[asked.strip("/")])
+        with contextlib.suppress(OSError):  # the client may be gone already
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+        ended.set()
 
-    for serve, want in ((chunked, [1, 2]), (large, None)):
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        if want:
-            assert await post(url, {}, {}) == want
-        else:
-            with pytest.raises(HttpError, match="99999999999 bytes"):
-                await post(url, {}, {})
-        server.close()
+    ended = asyncio.Event()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    assert await post(f"{url}/chunked", {}, {}) == [1, 2]
+    await ended.wait()
+    ended.clear()
+    with pytest.raises(HttpError, match="99999999999 bytes"):
+        await post(f"{url}/large", {}, {})
+    await ended.wait()
+    server.close()
