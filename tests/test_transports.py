@@ -11,16 +11,20 @@ import pytest
 
 from arriero.engine.weights import destroy, nixl_transport
 from arriero.schemas.layouts import Parallelism
-from tests.weight_roles import Crew, Failed, Setting, TransportName
+from tests.weight_crew import Crew, Failed
+from tests.weight_roles import Setting, TransportName
 
 MISSING = nixl_transport.unavailable()
-ALL = pytest.mark.parametrize(
-    "transport",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(bool(MISSING) and name == "nixl", reason=MISSING))
-        for name in get_args(TransportName)
-    ],
-)
+
+
+def on_all(*slow: TransportName) -> pytest.MarkDecorator:
+    """The test with every transport; with those in `slow` only in the long run."""
+    skip = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+    names: tuple[TransportName, ...] = get_args(TransportName)
+    marks = {n: [skip] * (n == "nixl") + [pytest.mark.slow] * (n in slow) for n in names}
+    return pytest.mark.parametrize("transport", [pytest.param(n, marks=marks[n]) for n in names])
+
+
 Start = Callable[..., Crew]
 
 
@@ -41,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     destroy(url)
 
 
-@ALL
+@on_all()
 def test_receivers_of_all_kinds_take_version_after_version_and_the_late_one_the_newest(
     start: Start, transport: TransportName
 ) -> None:
@@ -65,7 +69,7 @@ def test_receivers_of_all_kinds_take_version_after_version_and_the_late_one_the_
     )  # fmt: skip
 
 
-@ALL
+@on_all()
 def test_a_receiver_that_answers_with_an_error_is_named_and_can_take_the_same_version_again(
     start: Start, transport: TransportName
 ) -> None:
@@ -88,7 +92,7 @@ def test_a_receiver_that_answers_with_an_error_is_named_and_can_take_the_same_ve
     assert crew.report(0) == (("tp1-0/0", "tp2-0/1"), {})
 
 
-@ALL
+@on_all()
 def test_a_receiver_that_dies_is_named_and_the_others_go_on(start: Start, transport: TransportName) -> None:
     crew = start(transport)
     well, ill = crew.receivers("tp1-0/0", "tp2-0/1")
@@ -108,7 +112,7 @@ def test_a_receiver_that_dies_is_named_and_the_others_go_on(start: Start, transp
     assert well.ask("holds", 3)
 
 
-@ALL
+@on_all("nixl", "gloo")
 def test_a_receiver_that_hangs_costs_the_bound_once_and_learns_that_it_was_overtaken(
     start: Start, transport: TransportName
 ) -> None:
@@ -131,7 +135,7 @@ def test_a_receiver_that_hangs_costs_the_bound_once_and_learns_that_it_was_overt
     assert ill.ask("holds", 4)
 
 
-@ALL
+@on_all("nixl")
 def test_a_version_in_use_is_not_overwritten(start: Start, transport: TransportName) -> None:
     crew = start(transport)
     (slow,) = crew.receivers("tp1-0/0")
@@ -145,7 +149,7 @@ def test_a_version_in_use_is_not_overwritten(start: Start, transport: TransportN
     assert slow.ask("take", 0) == 3
 
 
-@ALL
+@on_all("nixl")
 def test_nothing_is_announced_that_has_not_changed_or_that_one_rank_could_not_pack(
     start: Start, transport: TransportName
 ) -> None:
@@ -171,7 +175,7 @@ def test_nothing_is_announced_that_has_not_changed_or_that_one_rank_could_not_pa
     assert receiver.ask("holds", 0)
 
 
-@ALL
+@on_all("gloo", "nixl", "store")
 def test_receivers_of_a_trainer_at_full_speed_see_whole_versions_in_order(
     start: Start, transport: TransportName
 ) -> None:
@@ -191,7 +195,7 @@ def test_receivers_of_a_trainer_at_full_speed_see_whole_versions_in_order(
         assert receiver.ask("holds", last)
 
 
-@ALL
+@on_all("nixl")
 def test_a_receiver_whose_sender_dies_is_told_within_its_bound(
     start: Start, transport: TransportName
 ) -> None:

@@ -424,6 +424,16 @@ def test_a_second_living_sender_is_refused_and_a_restarted_one_keeps_what_was_an
     receiver.receive(new, like(larger))
 
 
+def test_weights_that_a_step_has_not_changed_are_not_announced(url: str, receiver: WeightReceiver) -> None:
+    sender = WeightSender(url, model())
+    first = sender.publish(0, model(), must_change=True)
+    with pytest.raises(WeightError, match="version 1 is not announced: bit-identical to version 0"):
+        sender.publish(1, model(), must_change=True)
+    receiver.receive(first, like(model()))
+    receiver.receive(sender.publish(1, model(1), must_change=True), like(model()))
+    assert sender.publish(2, model(1)).version == 2
+
+
 @pytest.mark.parametrize("bad", ["shm://../etc", "shm://a/b", "file://x", "shm://", "shm://.hidden"])
 def test_a_url_is_one_plain_name(bad: str) -> None:
     with pytest.raises(WeightError, match="is no shm://<name>"):

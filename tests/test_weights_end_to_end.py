@@ -22,7 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arriero.engine.weights import destroy
 from arriero.schemas.layouts import LlamaShape, Parallelism
-from tests.weight_roles import Crew, Sender, Setting, TransportName
+from tests.weight_crew import Crew
+from tests.weight_roles import Sender, Setting, TransportName
 
 torch.set_num_threads(1)
 TOKENS = [[3, 14, 15, 92, 65, 35, 89, 79]]

@@ -1,7 +1,6 @@
 """Senders and receivers of sharded weights as processes of their own, told what to do through a pipe.
 
-The processes are forked from a server that has imported everything once, so that a test starts them in
-milliseconds, and is itself never forked.
+`tests.weight_crew` starts them.
 """
 
 import os
@@ -11,9 +10,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,8 +34,6 @@ from arriero.schemas.weights import ShardManifest
 TransportName = Literal["shm", "gloo", "nixl", "store"]
 Trap = Literal["", "raise", "kill", "stop", "hold", "flip"]
 SECRET = b"of this test"
-# Imported once by the server that all roles are forked from, also what only some of them need.
-PRELOAD = ["tests.weight_roles", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
 SMALL = LlamaShape(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=101,
@@ -180,7 +175,9 @@ class Sender:
         self.sender.close()
 
 
-class _Receiver:
+class Receiver:
+    """A rank of an engine."""
+
     def __init__(self, setting: Setting, url: str, name: str, kind: str, rank: int) -> None:
         self._layout = llama_layout(setting.shape, ENGINES[kind])
         plan = setting.plan()
@@ -227,7 +224,8 @@ class _Receiver:
         self._receiver.close()
 
 
-def _serve(pipe: "Connection[Any, Any]", make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def serve(pipe: "Connection[Any, Any]", make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Do what the pipe says until it says close, or ends."""
     torch.set_num_threads(1)
     role: Any = None
     while True:
@@ -246,84 +244,3 @@ def _serve(pipe: "Connection[Any, Any]", make: Callable[..., Any], arguments: tu
             pipe.send((False, f"{type(error).__name__}: {error}"))
         if name == "close":
             return
-
-
-class Failed(Exception):
-    """The error of a process, as its type and message."""
-
-
-class Role:
-    """A process, as its parent sees it."""
-
-    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.tell("start")
-
-    def tell(self, name: str, *args: Any) -> None:
-        self._pipe.send((name, args))
-
-    def answer(self, timeout_s: float = 30.0) -> Any:
-        """What it gave; Failed with its error."""
-        if not self._pipe.poll(timeout_s):
-            raise TimeoutError(f"no answer within {timeout_s} s")
-        good, result = self._pipe.recv()
-        if not good:
-            raise Failed(result)
-        return result
-
-    def ask(self, name: str, *args: Any) -> Any:
-        self.tell(name, *args)
-        return self.answer()
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        self._pipe.close()
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
-
-
-class Crew:
-    """The ranks of a trainer, and receivers that join when they are told to."""
-
-    def __init__(self, setting: Setting, folder: Path, make: Callable[..., Any] = Sender) -> None:
-        self.setting = setting
-        meeting = str(folder / "meeting")
-        ranks = range(setting.trainer.num_ranks)
-        self.senders = [Role(make, setting, rank, meeting) for rank in ranks]
-        for sender in self.senders:
-            sender.answer(60.0)
-        self._url = self.senders[0].ask("address")
-        self._receivers: list[Role] = []
-
-    def receivers(self, *names: str) -> list[Role]:
-        """One process for each name: <kind>-<which>/<rank>, e.g. tp2-0/1."""
-        fresh = [
-            Role(_Receiver, self.setting, self._url, name, name.split("-")[0], int(name.split("/")[1]))
-            for name in names
-        ]
-        self._receivers += fresh
-        for receiver in fresh:
-            receiver.answer(60.0)
-        return fresh
-
-    def all_senders(self, name: str, *args: Any) -> list[Any]:
-        for sender in self.senders:
-            sender.tell(name, *args)
-        return [sender.answer() for sender in self.senders]
-
-    def report(self, version: int, expected: Sequence[str] = (), timeout_s: float = 10.0) -> tuple[Any, ...]:
-        report: tuple[Any, ...] = self.senders[0].ask("report", version, expected, timeout_s)
-        return report
-
-    def end(self) -> None:
-        for role in (*self.senders, *self._receivers):
-            role.end()

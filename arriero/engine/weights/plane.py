@@ -55,10 +55,14 @@ class WeightSender:
         self._fingerprint: str = ""
         self._lease_timeout_s = lease_timeout(self._layout.nbytes, lease_timeout_s)
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    def publish(
+        self, version: int, tensors: Mapping[str, Tensor], *, must_change: bool = False
+    ) -> WeightManifest:
         """Copy and hash all tensors; the manifest to announce. Blocks: call it from a thread under asyncio.
 
         Raises WeightError if names, shapes, dtypes or ties changed, ValueError if versions don't increase.
+        With `must_change` (after a step that has changed something) weights that are bit-identical to the
+        last version's are a WeightError and not announced; without it they are only logged.
         """
         if self._version is not None and version <= self._version:
             raise ValueError(f"version {version} after version {self._version}; versions only increase")
@@ -76,11 +80,15 @@ class WeightSender:
             tensors=named,
             fingerprint=weights_fingerprint((s.name, s.dtype, s.shape, s.fingerprint) for s in named),
         )
-        self._segment.commit(slot, version, manifest.fingerprint)
         if manifest.fingerprint == self._fingerprint:
+            if must_change:
+                raise WeightError(
+                    f"version {version} is not announced: bit-identical to version {self._version}"
+                )
             log.warning(
                 "weights of version %d are bit-identical to those of version %s", version, self._version
             )
+        self._segment.commit(slot, version, manifest.fingerprint)
         self._slot, self._version, self._fingerprint = slot, version, manifest.fingerprint
         return manifest
 

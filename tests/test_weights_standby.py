@@ -1,0 +1,77 @@
+"""A second set of parameters: a version arrives beside the one in use, and the two change places."""
+
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from arriero.engine.weights import ShardReceiver, ShardSender, Standby, WeightError, destroy, plan_weights
+from arriero.engine.weights.sharding import replicated_layout
+from arriero.engine.weights.shm_transport import ShmInlet, ShmOutlet
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    url = f"shm://test-{uuid4().hex}"
+    yield url
+    destroy(url)
+
+
+class Tied(nn.Module):
+    """An embedding and a head that are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embed(tokens))
+        return logits
+
+
+def test_a_version_is_used_only_after_the_switch_and_tied_parameters_stay_tied(url: str) -> None:
+    trainer, generator, tokens = Tied(), Tied(), torch.arange(9)
+    sent = dict(trainer.named_parameters())
+    plan = plan_weights(replicated_layout(sent), {"engine": replicated_layout(sent)})
+    sender = ShardSender(ShmOutlet(url, plan), plan)
+    receiver = ShardReceiver(ShmInlet(url, plan, "generator-0"), plan, "engine")
+    standby = Standby(receiver, dict(generator.named_parameters()))
+    addresses: set[int] = set()
+    for version in range(4):
+        with torch.no_grad():
+            trainer.embed.weight.add_(1)
+        before = generator(tokens)
+        standby.prepare(sender.publish(version, sent))
+        assert torch.equal(generator(tokens), before)
+        assert standby.switch() == version
+        assert torch.equal(generator(tokens), trainer(tokens))
+        assert generator.head.weight is generator.embed.weight
+        addresses.add(generator.embed.weight.data_ptr())
+    assert len(addresses) == 2  # memory is exchanged, never allocated
+    sender.close()
+    receiver.close()
+
+
+def test_a_version_that_fails_its_verification_leaves_the_one_in_use_alone(url: str) -> None:
+    weights, used = {"w": torch.ones(1000)}, {"w": torch.zeros(1000)}
+    plan = plan_weights(replicated_layout(weights), {"engine": replicated_layout(weights)})
+    sender = ShardSender(ShmOutlet(url, plan), plan)
+    receiver = ShardReceiver(ShmInlet(url, plan, "generator-0"), plan, "engine")
+    standby = Standby(receiver, used)
+    good = sender.publish(0, weights)
+    cells = ("0" * 32, *good.cells[1:])
+    with pytest.raises(WeightError, match=r"w\[0:1000\]"):
+        standby.prepare(good.model_copy(update={"cells": cells}))
+    assert torch.equal(used["w"], torch.zeros(1000))
+    with pytest.raises(AssertionError, match="prepare a version before each switch"):
+        standby.switch()
+    standby.prepare(good)
+    standby.switch()
+    assert torch.equal(used["w"], weights["w"])
+    sender.close()
+    receiver.close()
