@@ -206,9 +206,9 @@ def test_tensorboard_files_are_written_without_torch(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from arriero.launchers.reporter import open_tensorboard
+from arriero.launchers.board import Board
 from arriero.launchers.rundir import RunDir
-board = open_tensorboard(RunDir(Path(sys.argv[1])))
+board = Board(RunDir(Path(sys.argv[1])))
 board.add_scalar("train/reward", 0.5, 1)
 board.close()
 assert "torch" not in sys.modules, "torch was imported"
@@ -217,3 +217,22 @@ import tensorboardX
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"train/reward" in events.read_bytes()
+
+
+def test_a_tensorboard_file_that_cannot_grow_raises_and_blocks_nobody(tmp_path: Path) -> None:
+    program = """
+import resource, signal, sys
+from pathlib import Path
+from arriero.launchers.board import Board
+from arriero.launchers.rundir import RunDir
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+board = Board(RunDir(Path(sys.argv[1])))
+try:
+    for step in range(1000):
+        board.add_scalar("train/reward", 0.5, step)
+except OSError:
+    sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, capture_output=True)
+    assert done.returncode == 3

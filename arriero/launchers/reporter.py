@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol, TextIO, cast
+from contextlib import suppress
+from typing import TextIO, cast
 
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.graph import Graph
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.engine.runtime.source import steps
+from arriero.launchers.board import Board
 from arriero.launchers.failures import Failure, dead_letters, raised
 from arriero.launchers.progress import Display, View
 from arriero.launchers.rundir import RunDir, write_json
@@ -50,7 +51,7 @@ class Reporter:
         self._last = b""
         self._newest: Trained | None = None
         self._files: list[TextIO] = [run.ledger.open("a"), run.metrics.open("a")]
-        self._board = open_tensorboard(run)
+        self._board = Board(run)
 
     async def follow(self, broker: Broker) -> None:
         """Take every event; ends only when that fails."""
@@ -99,7 +100,8 @@ class Reporter:
         """Account for the prompts still under way, write the summary and close the files."""
         if under_way := (*self.ledger.in_flight_origins, *sorted(self._held_out)):
             parent = f"run-{self._options.run_id}"
-            self._take(DroppedEvent(node="run", parent=parent, origins=under_way, reason="end_of_run"))
+            with suppress(OSError):  # accounted for all the same
+                self._take(DroppedEvent(node="run", parent=parent, origins=under_way, reason="end_of_run"))
         problems = [p for p in (*self._contradictions, self._imbalance()) if p]
         error = "\n".join(p for p in (error, *problems) if p)
         state = "failed" if problems and state == "finished" else state
@@ -126,12 +128,12 @@ class Reporter:
 
     def _take(self, event: Event) -> None:
         now = time.monotonic()
-        print(event.model_dump_json(), file=self._files[0], flush=True)
         try:
             self.ledger.apply(event)
         except LedgerError as error:
             self._contradictions.append(f"the ledger contradicts itself: {error}")
         self._account.event(event, now)
+        print(event.model_dump_json(), file=self._files[0], flush=True)
         match event:
             case Admitted() if event.split == "eval":
                 self._held_out.add(event.origin)
@@ -219,23 +221,3 @@ def scalars(line: Line) -> list[tuple[str, float]]:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-class Board(Protocol):
-    """The part of tensorboardX that is used here."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def close(self) -> None: ...
-
-
-def open_tensorboard(run: RunDir) -> Board:
-    """A writer of TensorBoard's event files, without the torch that tensorboardX imports if it can."""
-    hide = "torch" not in sys.modules
-    if hide:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # pyright: ignore[reportArgumentType]  # means: not there
-    try:
-        from tensorboardX import SummaryWriter
-    finally:
-        if hide:
-            del sys.modules["torch"]
-    return cast("Board", SummaryWriter(str(run.tensorboard), flush_secs=5))
