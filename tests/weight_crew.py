@@ -1,7 +1,7 @@
 """The processes of `tests.weight_roles`, as a test holds them.
 
-They are forked from a server that has imported everything once, so that a test starts them in milliseconds and
-is itself never forked.
+They are forked from a server that has imported everything once, so that a test starts them in milliseconds
+and is itself never forked.
 """
 
 import os
