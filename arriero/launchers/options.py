@@ -35,7 +35,7 @@ class Arguments:
     deterministic: bool = False  # the same numbers every time, at some cost in speed
     seed: NonNegativeInt = 0
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the hub; 0: a free one
-    wait_bound_s: PositiveFloat = 600.0  # longest wait for a record, a place or a version
+    wait_bound_s: PositiveFloat = 1800.0  # longest wait for a record, a place or a version
     liveness_s: Annotated[float, Field(ge=3)] = 30.0  # oldest heartbeat of a role that is alive; one a second
     max_dead_letters: NonNegativeInt = 0  # records that may fail for good before the run does
     quiet: bool = False  # print the final result only

@@ -18,7 +18,7 @@ class RunOptions(Message):
     run_id: str
     seed: NonNegativeInt = 0
     deterministic: bool = False
-    wait_bound_s: PositiveFloat = 600.0
+    wait_bound_s: PositiveFloat = 1800.0
     liveness_s: PositiveFloat = 30.0
     heartbeat_s: PositiveFloat = 1.0
     lease_s: PositiveFloat = 30.0
