@@ -108,22 +108,20 @@ class Link:
         """Raises BrokerError within `timeout_s` if no server answers or it refuses the token."""
         link = cls(url, timeout_s)
         connecting = asyncio.ensure_future(link._connect(url, token, name))
-        done, _ = await asyncio.wait(
-            {connecting, link._refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if connecting not in done:
-            connecting.cancel()
-            await asyncio.gather(connecting, return_exceptions=True)
-            await link.close()
+        try:
+            done, _ = await asyncio.wait(
+                {connecting, link._refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if link._refused in done:
                 raise BrokerError(f"{link.server} refused the token; it belongs to another run")
-            raise BrokerError(
-                f"{link.server} doesn't answer within {timeout_s:g} s ({link._last_error}); is it running?"
-            )
-        connecting.result()
-        try:
+            if connecting not in done:
+                why = f"({link._last_error}); is it running?"
+                raise BrokerError(f"{link.server} doesn't answer within {timeout_s:g} s {why}")
+            connecting.result()
             await link._begin()
-        except BaseException:
+        except BaseException:  # a cancelled caller leaves no connection behind either
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
             await link.close()
             raise
         return link

@@ -175,6 +175,9 @@ def new_root(paths: list[str], disk_mb: int) -> None:
     sources = {p: os.open(p, os.O_PATH) for p in [*paths, *DEVICES] if os.path.exists(p)}
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    # Before the others: what lies below /tmp outside is bound into the one that can be written.
+    os.makedirs("/tmp/tmp")
+    mount("tmpfs", "/tmp/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_mb}m,nr_inodes=1k,mode=777")
     for path, source in sources.items():
         target, device = "/tmp" + path, path in DEVICES
         if os.path.exists(target):  # inside one that is there already
@@ -190,8 +193,6 @@ def new_root(paths: list[str], disk_mb: int) -> None:
         if os.path.islink(link):
             os.symlink(os.readlink(link), "/tmp" + link)
     os.makedirs("/tmp/old")
-    os.makedirs("/tmp/tmp")
-    mount("tmpfs", "/tmp/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_mb}m,nr_inodes=1k,mode=777")
     os.chdir("/tmp")
     call("syscall", {"x86_64": 155, "aarch64": 41}[platform.machine()], b".", b"old")
     os.chdir("/tmp")
