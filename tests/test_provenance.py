@@ -49,3 +49,9 @@ def test_names_are_the_same_in_every_run_and_differ_between_siblings() -> None:
 def test_origins_are_those_of_all_parents_once_and_in_order() -> None:
     records = [Record(origins=(4, 2)), Record(origins=(3,)), Record(origins=(2,))]
     assert origins_of(records) == (2, 3, 4)
+
+
+def test_an_input_that_is_given_on_is_its_own_parent() -> None:
+    # A filter or shaping step returns what it got, perhaps changed: its parents are those of the input.
+    given = Prompt(id="a>reward", text="", parents=("a",))
+    assert parents_of(given, {"a>reward"}, "shape") == ("a>reward",)

@@ -97,22 +97,25 @@ class GroupAdvantage:
             for rollout, score in zip(record.group.rollouts, record.scores, strict=True)
             if score.outcome in (Outcome.OK, Outcome.WRONG)
         ]
+        first = ""
         if left_out := len(record.scores) - len(usable):
             count("rollouts_without_verdict", left_out)
             kinds = Counter(
                 s.outcome.value for s in record.scores if s.outcome not in (Outcome.OK, Outcome.WRONG)
             )
+            first = next(s.detail for s in record.scores if s.outcome not in (Outcome.OK, Outcome.WRONG))
             log.warning(
-                "group %s: %d of %d rollouts left out: %s",
+                "group %s: %d of %d rollouts left out: %s; the first: %s",
                 record.id,
                 left_out,
                 len(record.scores),
                 dict(kinds),
+                first,
             )
         if why := self._too_small(len(usable)):
-            return Dropped(
-                parent=record.id, reason="invalid", detail=f"{len(usable)} rollouts with a verdict: {why}"
-            )
+            told = f" (the first without one: {first})" if left_out and first else ""
+            detail = f"{len(usable)} rollouts with a verdict{told}: {why}"
+            return Dropped(parent=record.id, reason="invalid", detail=detail)
         raw = [score.value if score.raw is None else score.raw for _, score in usable]
         if self.filter_constant and is_constant(raw):
             return Dropped(parent=record.id, reason="filtered", detail=f"all rewards are {raw[0]}")

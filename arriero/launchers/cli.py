@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arriero import __version__
@@ -40,6 +41,9 @@ OK, BROKEN, MISTAKE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 def main(argv: list[str] | None = None) -> int:
     """Run the command and give its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    # A reward or loss of the user's own stands in a file here; roles start with this directory on their path.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     try:
         return _command(args)
     except UserError as error:

@@ -14,7 +14,11 @@ R = TypeVar("R", bound=Record)
 def parents_of(record: Record, taken: Collection[str], node: str) -> tuple[str, ...]:
     """Ids of the inputs behind `record`: as it names them, else the taken records that it embeds, else the
     only one taken. Raises ValueError if that leaves a doubt.
+
+    An input that is given on, changed or not, still names its own parents: then it is the parent itself.
     """
+    if record.id in taken:
+        return (record.id,)
     if record.parents:
         if unknown := [p for p in record.parents if p not in taken]:
             raise ValueError(
