@@ -28,7 +28,7 @@ def gate_after(versions: int, *, staleness: int, groups: int, steps: int | None 
 @pytest.mark.parametrize("version", [0, 5, 10, 50])
 @pytest.mark.parametrize("running", [0, 1, 30, 48])
 def test_capacity_after_a_restart_is_48_less_what_runs(version: int, running: int) -> None:
-    """AReaL PR 1345: staleness 2, batch 16; recovery made it (2 + version + 1) * 16."""
+    """AReaL #1345: staleness 2, batch 16; recovery made it (2 + version + 1) * 16."""
     gate = gate_after(version, staleness=2, groups=16)
     k = version * 16
     for _ in range(running):
@@ -52,13 +52,13 @@ def test_a_trainer_that_starts_at_version_50_with_an_empty_ledger_doesnt_open_th
 
 @pytest.mark.parametrize(("staleness", "window_"), [(0, 4), (1, 8), (3, 16)])
 def test_s_plus_one_batches_are_in_flight_and_s_0_works(staleness: int, window_: int) -> None:
-    """TRL PR 5656: max_staleness * k left nothing to do at 0."""
+    """TRL #5656: max_staleness * k left nothing to do at 0."""
     gate = gate_after(0, staleness=staleness, groups=4)
     assert [k for k in range(100) if gate.open_for(k)] == list(range(window_))
 
 
 def test_with_s_0_batch_n_is_sampled_by_version_n_alone() -> None:
-    """prime-rl PR 1901: off by one."""
+    """prime-rl #1901: off by one."""
     for version in range(4):
         gate = gate_after(version, staleness=0, groups=3)
         first = 3 * version
@@ -67,7 +67,7 @@ def test_with_s_0_batch_n_is_sampled_by_version_n_alone() -> None:
 
 
 def test_one_update_moves_the_window_by_one_batch_exactly() -> None:
-    """prime-rl PR 1764: the lag grew by two."""
+    """prime-rl #1764: the lag grew by two."""
     gates = [gate_after(v, staleness=1, groups=4) for v in range(4)]
     assert [gate.limit() for gate in gates] == [8, 12, 16, 20]
     assert [gate.min_version(4 * v + 7) for v, gate in enumerate(gates)] == [0, 1, 2, 3]

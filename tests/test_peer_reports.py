@@ -45,7 +45,7 @@ class EmptyHanded:
 
 
 async def test_a_wait_reaches_its_bound_however_often_a_lease_comes_back_empty() -> None:
-    """SkyRL issue 1173, prime-rl issue 2912: waits without an end."""
+    """SkyRL #1173, prime-rl #2912: waits without an end."""
 
     async def poisoned(lease: Lease, error: str) -> None:
         await lease.nack(error)
@@ -99,7 +99,7 @@ def endless(generator: Refusing) -> GraphSpec:
 
 
 async def test_data_of_which_every_prompt_is_too_long_ends_the_run_after_one_epoch() -> None:
-    """NeMo-RL issue 2899: a loop over data that can't give a batch."""
+    """NeMo-RL #2899: a loop over data that can't give a batch."""
     with pytest.raises(
         UserError, match=r"prompts: all 3 records .* \(\d+ too_long; the last by generator: 9"
     ):
@@ -124,7 +124,7 @@ def test_a_metric_that_overflowed_is_read_back_as_it_was() -> None:
 
 
 async def test_components_of_one_process_load_one_after_the_other() -> None:
-    """SkyRL PR 1415 and others: imports in several threads at once."""
+    """SkyRL #1415 and others: imports in several threads at once."""
     inside: list[int] = []
     lock, most = threading.Lock(), defaultdict[str, int](int)
 
@@ -166,7 +166,7 @@ def test_an_output_that_its_component_didnt_promise_is_refused_where_it_is_given
 
 
 def test_a_second_output_for_one_input_and_a_version_out_of_turn_are_refused() -> None:
-    """prime-rl PR 1764: a version counted twice."""
+    """prime-rl #1764: a version counted twice."""
     with pytest.raises(ValueError, match=r"comes from no input it holds; .* rates"):
         check_place(Batch(samples=()), (), "collect", version=0)
     check_place(Weights(version=0), (), "trainer", version=0)

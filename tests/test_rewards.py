@@ -58,7 +58,7 @@ def boxed(prompt: Prompt, rollout: Rollout) -> bool:
 
 
 async def test_a_failed_extraction_does_not_shift_the_other_scores() -> None:
-    # NeMo-RL PR 3635: the unanswered response got two scores, all later ones moved by one.
+    # NeMo-RL #3635: the unanswered response got two scores, all later ones moved by one.
     record = group("\\boxed{42}", "I don't know.", "\\boxed{137}", "\\boxed{42}", answer="42")
     assert await values(local(boxed), record) == [1, 0, 0, 1]
 
@@ -73,7 +73,7 @@ def zero(prompt: Prompt, rollout: Rollout) -> Score:
 
 
 async def test_a_score_of_zero_is_a_score() -> None:
-    # OpenRLHF PR 1219: `scores or rewards` took 0.0 for missing.
+    # OpenRLHF #1219: `scores or rewards` took 0.0 for missing.
     assert await scores(local(zero), group("a")) == [Score(value=0.0, outcome=Outcome.OK, detail="kept")]
 
 

@@ -197,14 +197,14 @@ async def test_a_generator_that_dies_is_replaced_and_its_prompts_come_back(engin
 
 
 async def test_ten_groups_ready_for_a_batch_of_eight_leave_two_for_the_next_step(memory: Engine) -> None:
-    """slime PR 2238: a collector drained ten, returned eight and lost two."""
+    """slime #2238: a collector drained ten, returned eight and lost two."""
     spec = graph(groups=8, staleness=1, prompts=Prompts(count=16), trainer=Noting(steps=2, seconds=0.1))
     played = await play(spec, memory)
     assert check_books(played, memory.run, staleness=1, groups=8).trained == 16
 
 
 async def test_two_epochs_of_four_batches_are_eight_steps_of_ten_then_a_clean_stop(memory: Engine) -> None:
-    """NeMo-RL issue 2899: the run hung when the data ended before the steps."""
+    """NeMo-RL #2899: the run hung when the data ended before the steps."""
     spec = graph(prompts=Prompts(count=32, held_out=2), trainer=Noting(steps=10))
     async with asyncio.timeout(8):
         played = await play(spec, memory)
@@ -214,7 +214,7 @@ async def test_two_epochs_of_four_batches_are_eight_steps_of_ten_then_a_clean_st
 
 
 async def test_everybody_leaves_when_the_trainer_has_made_its_last_step(engine: Engine) -> None:
-    """prime-rl issue 2912: max_steps 3, staleness 2: the other processes waited for a version for ever."""
+    """prime-rl #2912: max_steps 3, staleness 2: the other processes waited for a version for ever."""
     async with asyncio.timeout(8):
         played = await play(graph(staleness=2, generators=2, trainer=Noting(steps=3)), engine)
     ledger = check_books(played, engine.run, staleness=2, groups=4)

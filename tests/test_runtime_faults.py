@@ -120,7 +120,7 @@ def memory() -> Engine:
 async def test_an_error_in_a_component_ends_its_role_at_once_with_the_original_traceback(
     memory: Engine,
 ) -> None:
-    """SkyRL PR 1691: an error inside a task was swallowed."""
+    """SkyRL #1691: an error inside a task was swallowed."""
     spec, opts = line(Broken(fault="raise")), options("run")
     owner = await declare(spec, opts, memory)
     began = time.monotonic()
@@ -157,7 +157,7 @@ async def test_a_component_that_forgets_its_inputs_is_named(memory: Engine) -> N
 async def test_a_record_dropped_on_the_floor_fails_the_run_within_the_bound_and_says_who_waits(
     memory: Engine,
 ) -> None:
-    """SkyRL issue 1173: a run stood still for 29 hours with 125 of 128 groups."""
+    """SkyRL #1173: a run stood still for 29 hours with 125 of 128 groups."""
     spec = graph(generator=Shaky(slow_s=60, slow_every=100), staleness=0)
     began = time.monotonic()
     with pytest.raises(WaitTimeout, match=r"^\w+ waited 0\.4 s for (a record of \w+|admission of record 4 )"):
@@ -180,7 +180,7 @@ async def test_the_garbage_collector_cannot_end_a_task(memory: Engine) -> None:
 
 
 async def test_everybody_leaves_on_a_stop_although_all_edges_are_full(engine: Engine) -> None:
-    """verl PR 7587: control calls queued behind data and never ran."""
+    """verl #7587: control calls queued behind data and never ran."""
     engine.leftovers = True
     spec, opts = line(Broken(fault="linger"), count=100, places=4), options(engine.run)
     owner = await declare(spec, opts, engine)
@@ -220,7 +220,7 @@ async def test_a_source_stops_when_all_its_consumers_have_left(engine: Engine) -
 
 
 async def test_a_record_whose_work_is_cancelled_is_tried_again_alone(memory: Engine) -> None:
-    """verl PR 7611: one cancelled sample killed the whole rollout worker."""
+    """verl #7611: one cancelled sample killed the whole rollout worker."""
     played = await play(line(Cancelling(), count=6), memory)
     assert ATTEMPTS["cancelling"] == {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1}
     assert played.ledger.dropped == {"filtered": 6}
@@ -303,7 +303,7 @@ async def test_a_source_that_starts_again_admits_nothing_twice(engine: Engine) -
 async def test_a_blocked_event_loop_keeps_its_heartbeat_and_shows_its_lag(
     nats_server: NatsServer, run_name: str
 ) -> None:
-    """prime-rl issue 1713: 700 s of lag, and nobody knew."""
+    """prime-rl #1713: 700 s of lag, and nobody knew."""
     engine = Engine("nats", run_name, nats_server)
     spec, opts = line(Broken(fault="block", seconds=2.0), count=3), options(run_name, lease_s=1.0)
     owner = await declare(spec, opts, engine)
@@ -332,7 +332,7 @@ async def test_a_blocked_event_loop_keeps_its_heartbeat_and_shows_its_lag(
 async def test_a_run_sees_nothing_of_another_on_the_same_server(
     nats_server: NatsServer, run_name: str
 ) -> None:
-    """prime-rl PR 2304: a fresh run trained on rollouts of an old one."""
+    """prime-rl #2304: a fresh run trained on rollouts of an old one."""
     first, second = Engine("nats", run_name, nats_server), Engine("nats", f"{run_name}b", nats_server)
     for engine in (first, second):
         played = await play(graph(trainer=Noting(steps=2)), engine)

@@ -119,7 +119,7 @@ def test_a_gold_answer_that_cannot_be_read_is_named(gold: str) -> None:
     "text", [r"\sqrt", r"\boxed{\sqrt}", r"\boxed{\frac{3}{4}", "\\boxed{\\", "}{", r"\boxed{^}"]
 )
 def test_broken_latex_is_wrong_and_raises_nothing(text: str) -> None:
-    # tinker-cookbook PR 643: a string that ends in \sqrt raised IndexError.
+    # tinker-cookbook #643: a string that ends in \sqrt raised IndexError.
     pytest.importorskip("math_verify")
     assert outcome(Math(), r"\frac{3}{4}", text) == "wrong"
 
@@ -157,7 +157,7 @@ def test_a_long_response_is_read_from_its_end() -> None:
 
 @pytest.mark.parametrize("trail", [" " * 301, " as I said" * 40])
 def test_a_marker_counts_wherever_it_stands(trail: str) -> None:
-    # verl PR 7274: only the last 300 characters were looked at.
+    # verl #7274: only the last 300 characters were looked at.
     assert outcome(Gsm8k(), "42", f"#### 42{trail}") == "ok"
 
 
@@ -171,7 +171,7 @@ def test_a_marker_counts_wherever_it_stands(trail: str) -> None:
     ],
 )  # fmt: skip
 def test_a_choice_is_right_only_if_exactly_one_option_is_named(answer: str, text: str, want: str) -> None:
-    # tinker-cookbook PR 643: an unanswered question counted as option A.
+    # tinker-cookbook #643: an unanswered question counted as option A.
     assert outcome(MultipleChoice(), answer, text) == want
 
 

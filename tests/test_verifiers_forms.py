@@ -191,7 +191,7 @@ def test_every_instruction_has_a_case() -> None:
 
 @pytest.mark.parametrize(("name", "arguments"), [(n, a) for n, a, *_ in INSTRUCTED if a])
 def test_an_instruction_without_its_arguments_is_refused(name: str, arguments: dict[str, Any]) -> None:
-    # tinker-cookbook PR 643: a misspelt key of IFEval's arguments fell back to a default.
+    # tinker-cookbook #643: a misspelt key of IFEval's arguments fell back to a default.
     for missing in arguments:
         with pytest.raises(Refused, match=missing):
             check(name, "Then one.\n\nThen two.", {k: v for k, v in arguments.items() if k != missing})

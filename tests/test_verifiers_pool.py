@@ -68,7 +68,7 @@ def child(prompt: Prompt, rollout: Rollout) -> float:
 
 
 async def test_hung_and_crashed_workers_cost_their_own_rollout_alone() -> None:
-    # verl issue 288: a time limit of asyncio can't stop a loop. NeMo-RL PR 3635: scores moved by one.
+    # verl #288: a time limit of asyncio can't stop a loop. NeMo-RL #3635: scores moved by one.
     reward = Function(function=by_command, workers=2, limits=SHORT)
     texts = ("1", "hang", "2", "die", "3", "exit", "4", "raise", "5", "eat", "6", "print", "none", "7")
     found = await scores(reward, group(*texts))
@@ -170,7 +170,7 @@ async def test_power_towers_are_judged_at_once() -> None:
 
 
 async def test_a_reward_works_in_any_thread() -> None:
-    # verl PR 5635, TRL PR 5281: outside the main thread math-verify raised, and every reward was 0.
+    # verl #5635, TRL #5281: outside the main thread math-verify raised, and every reward was 0.
     pytest.importorskip("math_verify")
     texts = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\sqrt{1/4}}", r"\boxed{2}")
     found = await asyncio.to_thread(lambda: asyncio.run(values(Math(), group(*texts, answer=r"\frac12"))))
