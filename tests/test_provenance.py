@@ -55,3 +55,8 @@ def test_an_input_that_is_given_on_is_its_own_parent() -> None:
     # A filter or shaping step returns what it got, perhaps changed: its parents are those of the input.
     given = Prompt(id="a>reward", text="", parents=("a",))
     assert parents_of(given, {"a>reward"}, "shape") == ("a>reward",)
+
+
+def test_a_join_that_gives_an_input_on_names_both_of_its_parents() -> None:
+    given = Prompt(id="a>left", text="", parents=("a>left", "a>right"))
+    assert parents_of(given, {"a>left", "a>right"}, "join") == ("a>left", "a>right")

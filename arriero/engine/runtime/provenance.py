@@ -17,10 +17,11 @@ def parents_of(record: Record, taken: Collection[str], node: str) -> tuple[str, 
 
     An input that is given on, changed or not, still names its own parents: then it is the parent itself.
     """
-    if record.id in taken:
+    unknown = [p for p in record.parents if p not in taken]
+    if record.id in taken and (unknown or not record.parents):
         return (record.id,)
     if record.parents:
-        if unknown := [p for p in record.parents if p not in taken]:
+        if unknown:
             raise ValueError(
                 f"{node} gave a {type(record).__name__} that names {unknown[0]!r} as parent, which it hasn't"
             )
