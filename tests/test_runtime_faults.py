@@ -166,7 +166,7 @@ async def test_a_record_dropped_on_the_floor_fails_the_run_within_the_bound_and_
 
 
 async def test_the_garbage_collector_cannot_end_a_task(memory: Engine) -> None:
-    """torchforge issue 601: a background task without a strong reference vanished."""
+    """torchforge #601: a background task without a strong reference vanished."""
 
     async def collect() -> None:
         while True:

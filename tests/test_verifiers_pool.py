@@ -178,7 +178,7 @@ async def test_a_reward_works_in_any_thread() -> None:
 
 
 async def test_an_unreadable_answer_sets_its_row_aside_and_earns_nothing() -> None:
-    # huggingface/cookbook issue 335, open-r1 issues 293 and 566: every answer to it scored 1.
+    # huggingface/cookbook #335, open-r1 #293 and #566: every answer to it scored 1.
     pytest.importorskip("math_verify")
     good, bad = group(r"\boxed{2}", answer="2", id="a"), group(r"\boxed{2}", "x", answer="???", id="b")
     found = await run(Math(), good, bad)
