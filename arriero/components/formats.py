@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, cast
 
 from pydantic import JsonValue
@@ -76,6 +76,15 @@ def arrow(path: str, file: IO[bytes]) -> Iterator[Placed]:
     file.seek(0)
     opened = library.open_file if start == b"ARROW1" else library.open_stream
     return _table(path, "Arrow", lambda: opened(file).read_all())
+
+
+def json_lists(value: object) -> object:
+    """`value` with lists for tuples: a graph's JSON comes back with tuples, which a JsonValue refuses."""
+    if isinstance(value, Mapping):
+        return {k: json_lists(v) for k, v in cast("Mapping[object, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [json_lists(v) for v in cast("Sequence[object]", value)]
+    return value
 
 
 def int64(digits: str) -> int:

@@ -28,21 +28,13 @@ from arriero.components.datasets import (
     permutation,
     read_rows,
 )
+from arriero.components.formats import json_lists
 from arriero.components.presets import expanded
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Evaluation, GraphView
 from arriero.schemas.messages import Prompt, Split
 
 SLOT = "{prompt}"
-
-
-def _lists(value: object) -> object:
-    # A graph's JSON comes back with tuples for lists, which a JsonValue refuses.
-    if isinstance(value, Mapping):
-        return {k: _lists(v) for k, v in cast("Mapping[object, object]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_lists(v) for v in cast("Sequence[object]", value)]
-    return value
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -69,7 +61,7 @@ class PromptSource:
     eval_limit: PositiveInt | None = None
     eval_every: NonNegativeInt = 0  # versions; 0: before and after training only
     size: PositiveInt | None = None  # of a reasoning_gym set; held-out items are counted in. None: 1000
-    options: Annotated[Mapping[str, JsonValue], BeforeValidator(_lists)] = Field(
+    options: Annotated[Mapping[str, JsonValue], BeforeValidator(json_lists)] = Field(
         default_factory=dict[str, JsonValue]
     )
 
