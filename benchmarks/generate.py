@@ -32,7 +32,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from arriero.components.decoding import DecodeEngine, Request
+from arriero.components.decoding import DecodeEngine
+from arriero.components.rollout_engine import Request
 from arriero.components.sampling import Sampling
 
 # What transformers loads, generates and tokenizes with is untyped.

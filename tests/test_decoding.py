@@ -20,7 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from arriero.components.decoding import Completion, DecodeEngine, Request
+from arriero.components.decoding import DecodeEngine
+from arriero.components.rollout_engine import Completion, Request
 from arriero.components.sampling import Sampling, draw, nucleus, sampling_logprobs, uniforms
 from tests.tiny_models import EOS, save_tiny_llama, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 

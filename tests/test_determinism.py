@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from arriero.components.advantages import group_advantage
-from arriero.components.decoding import Completion, DecodeEngine, Request
+from arriero.components.decoding import DecodeEngine
 from arriero.components.group_decoding import request_seed
 from arriero.components.losses import AIPO
 from arriero.components.optimizer import AdamW
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import Function
+from arriero.components.rollout_engine import Completion, Request
 from arriero.components.sampling import Sampling
 from arriero.components.training import TrainState, load_policy
 from arriero.launchers.launch import inline

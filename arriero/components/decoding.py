@@ -14,8 +14,6 @@ Shapes: N running rows, M requests that enter, W columns of the cache, V vocabul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,31 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from arriero.components.causal_lm import CausalForward, end_ids
+from arriero.components.rollout_engine import Completion, Finish, Request
 from arriero.components.sampling import Sampling, StopStrings, draw, uniforms
 from arriero.components.slot_cache import SlotCache
-
-Finish = Literal["stop", "length", "error"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-    """One response to sample. Those added together with an equal prompt share the work on it."""
-
-    key: str
-    prompt_ids: Sequence[int] | NDArray[np.int32]  # [L], at least one
-    seed: int  # in [0, 2**64)
-    max_new_tokens: int | None = None  # None: as in the engine's `Sampling`; at most that
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Completion:
-    """What was sampled, the token that ended it included. "error": the logits after it were not finite."""
-
-    key: str
-    token_ids: NDArray[np.int32]  # [R]
-    logprobs: NDArray[np.float32]  # [R], nats, of the distribution that was sampled from
-    versions: NDArray[np.int32]  # [R], of the weights that gave the token
-    finish: Finish
 
 
 class DecodeEngine:
@@ -87,7 +63,7 @@ class DecodeEngine:
         self._stop = StopStrings(tokenizer, sampling.stop)
         self._ends = np.array(sorted(end_ids(model, tokenizer)), np.int64)
         self._slots = slots
-        self._max_length = max_length
+        self.max_length = max_length
         self._prefill_tokens = prefill_tokens
         self._waiting: list[Request] = []
         self._running: list[Request] = []  # by row
@@ -173,13 +149,13 @@ class DecodeEngine:
     def _check(self, request: Request) -> None:
         most = self._sampling.max_new_tokens
         limit = most if request.max_new_tokens is None else request.max_new_tokens
-        length, longest = len(request.prompt_ids), self._max_length - limit
+        length, longest = len(request.prompt_ids), self.max_length - limit
         if not 0 < limit <= most:
             raise ValueError(f"request {request.key!r}: max_new_tokens is {limit}, but must lie in 1..{most}")
         if not 0 < length <= longest:
             raise ValueError(
                 f"request {request.key!r}: the prompt has {length} tokens, but must have 1..{longest}: "
-                f"max_length is {self._max_length}, and {limit} of it are for new tokens; raise it"
+                f"max_length is {self.max_length}, and {limit} of it are for new tokens; raise it"
             )
         if not 0 <= request.seed < 2**64:
             raise ValueError(f"request {request.key!r}: seed is {request.seed}, but must lie in [0, 2**64)")

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory, context_length
+from arriero.components.rollout_engine import EnginePrecision, KVCache
 from arriero.components.sampling import Sampling
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import Context, current
@@ -33,6 +34,9 @@ class Generator:
     A prompt that leaves no room for `sampling.max_new_tokens` in the context is dropped as too long; a group
     that isn't complete after `group_timeout_s` is dropped; a rollout without finite log-probabilities is left
     out of its group and counted.
+
+    `kv_cache`: whether running requests keep the keys and values of older weights or compute them again when
+    new ones come. `precision`: of the engine's weights; the trainer's are cast to it as they arrive.
     """
 
     model: str
@@ -41,6 +45,8 @@ class Generator:
     slots: PositiveInt = 256
     context: PositiveInt | None = None
     group_timeout_s: PositiveFloat = 600.0
+    kv_cache: KVCache = "keep"
+    precision: EnginePrecision = "float32"
     computes: ClassVar[bool] = True
 
     def want(self) -> int:

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from arriero.components.decoding import Completion, DecodeEngine, Request
 from arriero.components.packing import check_vocabulary
-from arriero.components.training import load_policy
+from arriero.components.policy import load_tokenizer
+from arriero.components.rollout_engine import Completion, Request, open_engine
 from arriero.engine.errors import UserError
 from arriero.engine.runtime.context import Context
-from arriero.engine.weights import WeightReceiver
 from arriero.schemas.messages import Dropped, Prompt, Rollout, RolloutGroup, Weights
 
 if TYPE_CHECKING:
@@ -50,24 +48,15 @@ class GroupDecoding:
     """
 
     def __init__(self, config: Generator, context: Context) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model, self.tokenizer = load_policy(config.model, device=device)
-        self._max_length = config.context or int(getattr(model.config, "max_position_embeddings", 4096))
-        self._vocabulary: int | None = getattr(model.config, "vocab_size", None)
+        self.tokenizer = load_tokenizer(config.model)
         self._config, self._context = config, context
-        self._engine = DecodeEngine(
-            model,
-            self.tokenizer,
-            config.sampling,
-            slots=config.slots,
-            max_length=self._max_length,
-            device=device,
-        )
-        self._into = dict(model.state_dict())
-        self._receiver = WeightReceiver(f"{context.node}-{context.replica}")
+        self._engine = open_engine(config, context, self.tokenizer)
         self._open: dict[str, _Group] = {}
-        self.version = -1
         self._barren = 0
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
 
     @property
     def has_room(self) -> bool:
@@ -78,26 +67,24 @@ class GroupDecoding:
         return not self._open
 
     def load(self, weights: Weights) -> None:
-        """Take a version in place; running requests go on with it."""
+        """Take a version; running requests go on with it."""
         if weights.version == self.version:
             return
         if weights.manifest is None:
             raise ValueError(
                 f"version {weights.version} came without a manifest; its producer must publish weights"
             )
-        self._receiver.receive(weights.manifest, self._into)
-        self._engine.set_version(weights.version)
-        self.version = weights.version
+        self._engine.take(weights.manifest)
 
     def add(self, prompt: Prompt) -> Dropped | None:
         """Start the rollouts of a prompt, or say why not. UserError if the model doesn't know its tokens."""
         ids: list[int] = self.tokenizer.encode(prompt.text)
-        room = self._max_length - self._config.sampling.max_new_tokens
+        room = self._engine.max_length - self._config.sampling.max_new_tokens
         if not 0 < len(ids) <= room:
             detail = f"{len(ids)} prompt tokens, between 1 and {room} fit"
             return Dropped(parent=prompt.id, reason="too_long" if ids else "invalid", detail=detail)
-        if self._vocabulary is not None:
-            check_vocabulary(ids, self._vocabulary, f"prompt {prompt.id}")
+        if (vocabulary := self._engine.vocabulary) is not None:
+            check_vocabulary(ids, vocabulary, f"prompt {prompt.id}")
         self._open[prompt.id] = _Group(prompt=prompt, token_ids=ids)
         seed = self._context.seed
         self._engine.add([
@@ -122,9 +109,7 @@ class GroupDecoding:
         limit = self._config.group_timeout_s
         late = [g for g in self._open.values() if time.monotonic() - g.began > limit]
         for group in late:
-            del self._open[group.prompt.id]
-            for n in range(self._config.samples):
-                self._engine.cancel(f"{group.prompt.id}/{n}")
+            self._cancel(group)
         return [
             Dropped(
                 parent=group.prompt.id,
@@ -133,6 +118,11 @@ class GroupDecoding:
             )
             for group in late
         ]
+
+    def _cancel(self, group: _Group) -> None:
+        del self._open[group.prompt.id]
+        for n in range(self._config.samples):
+            self._engine.cancel(f"{group.prompt.id}/{n}")
 
     def _finished(self, group: _Group) -> RolloutGroup | Dropped:
         done = [(n, c) for n, c in sorted(group.done.items()) if c.finish != "error" and len(c.token_ids)]
@@ -173,4 +163,7 @@ class GroupDecoding:
         )
 
     def close(self) -> None:
-        self._receiver.close()
+        """Cancel what is under way and close the engine."""
+        for group in list(self._open.values()):
+            self._cancel(group)
+        self._engine.close()

@@ -36,8 +36,15 @@ def load_policy(
     Reads safetensors only and runs no code of the directory. UserError, naming the directory and what is
     wrong with it, if it isn't one or can't be loaded.
     """
+    return load_model(path, device=device, dtype=dtype), load_tokenizer(path)
+
+
+def load_model(
+    path: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The model alone, as `load_policy` reads it."""
     directory = check_directory(path)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
@@ -45,12 +52,20 @@ def load_policy(
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
-        tokenizer = cast(  # from_pretrained of AutoTokenizer has no annotations
+    torch.nn.Module.to(model, device)  # the wrapper of transformers hides its signature
+    return model
+
+
+def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer alone, as `load_policy` reads it."""
+    directory = check_directory(path)
+    from transformers import AutoTokenizer
+
+    with loading(directory):
+        return cast(  # from_pretrained of AutoTokenizer has no annotations
             "PreTrainedTokenizerBase",
             AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True),
         )
-    torch.nn.Module.to(model, device)  # the wrapper of transformers hides its signature
-    return model, tokenizer
 
 
 def check_directory(path: Path | str) -> Path:

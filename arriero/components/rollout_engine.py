@@ -1,0 +1,114 @@
+"""What a generator needs of an inference engine: one contract, whatever decodes.
+
+Between two calls of `step` an engine may get new requests, lose some, or `take` a version of the weights:
+what is running goes on with it. So control never waits for more than one decoding step, however many requests
+are queued. An engine is used by one thread at a time.
+
+    requests -> add -> step, step, step -> completions, each as soon as it ends
+                         ^ take: weights, between two steps
+
+| engine | module | for |
+|---|---|---|
+| `transformers` | `transformers_engine` | any model of transformers, small models, deterministic runs |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from arriero.components.generator import Generator
+    from arriero.engine.runtime.context import Context
+    from arriero.schemas.weights import WeightManifest
+
+Finish = Literal["stop", "length", "error"]
+
+KVCache = Literal["keep", "recompute"]
+"""What becomes of running requests' keys and values when new weights come: kept, as PipelineRL does
+(arXiv:2509.19128), or computed again, as AReaL does (arXiv:2505.24298)."""
+
+
+EnginePrecision = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One response to sample. Those added together with an equal prompt share the work on it."""
+
+    key: str
+    prompt_ids: Sequence[int] | NDArray[np.int32]  # [L], at least one
+    seed: int  # in [0, 2**64)
+    max_new_tokens: int | None = None  # None: as in the engine's `Sampling`; at most that
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """What was sampled, the token that ended it included. "error": the logits after it were not finite."""
+
+    key: str
+    token_ids: NDArray[np.int32]  # [R]
+    logprobs: NDArray[np.float32]  # [R], nats, of the distribution that was sampled from
+    versions: NDArray[np.int32]  # [R], of the weights that gave the token
+    finish: Finish
+
+
+class RolloutEngine(Protocol):
+    """Samples responses for `Sampling`, up to a number of slots at once.
+
+    `max_length`: tokens of a sequence, prompt included. `vocabulary`: ids the model knows, if it says so.
+    `version`: of the weights in use, -1 before the first `take`.
+    """
+
+    version: int
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int | None: ...
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits: `step` would do nothing."""
+        ...
+
+    def room(self) -> int:
+        """How many requests may be added now."""
+        ...
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take requests up at the next step. Raises ValueError, taking none, if one can't run."""
+        ...
+
+    def cancel(self, key: str) -> None:
+        """Forget a request and free what it holds; one that is unknown or finished is no error."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """One token for every running request; gives the requests that ended."""
+        ...
+
+    def take(self, manifest: WeightManifest) -> None:
+        """Put a published version in use, verified; running requests go on with it, cached prompts don't.
+
+        Raises what the weight plane raises.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back memory, processes and leases; what still runs is dropped."""
+        ...
+
+
+def open_engine(config: Generator, context: Context, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """The engine that `config` asks for, loaded. UserError if the model or the machine can't do it."""
+    from arriero.components.transformers_engine import TransformersEngine
+
+    return TransformersEngine(config, context, tokenizer)

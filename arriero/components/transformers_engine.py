@@ -1,0 +1,53 @@
+"""The embedded engine: `DecodeEngine` on a model of transformers, with its end of the weight plane."""
+
+# pyright: reportUnknownMemberType=false
+# transformers annotates only a part of what is called here.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from arriero.components.decoding import DecodeEngine
+from arriero.components.policy import load_model
+from arriero.engine.weights import WeightReceiver
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from arriero.components.generator import Generator
+    from arriero.engine.runtime.context import Context
+    from arriero.schemas.weights import WeightManifest
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TransformersEngine(DecodeEngine):
+    """A `RolloutEngine` in this process; weights arrive in its parameters, cast to their type."""
+
+    def __init__(self, config: Generator, context: Context, tokenizer: PreTrainedTokenizerBase) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(config.model, device=device, dtype=_DTYPES[config.precision])
+        super().__init__(
+            model,
+            tokenizer,
+            config.sampling,
+            slots=config.slots,
+            max_length=config.context or int(getattr(model.config, "max_position_embeddings", 4096)),
+            version=-1,
+            device=device,
+        )
+        self.vocabulary: int | None = getattr(model.config, "vocab_size", None)
+        self._recompute = config.kv_cache == "recompute"
+        self._into = dict(model.state_dict())
+        self._receiver = WeightReceiver(f"{context.node}-{context.replica}")
+
+    def take(self, manifest: WeightManifest) -> None:
+        self._receiver.receive(manifest, self._into)
+        self.set_version(manifest.version)
+        if self._recompute:
+            self.recompute()
+
+    def close(self) -> None:
+        self._receiver.close()
