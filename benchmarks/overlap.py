@@ -30,6 +30,7 @@ from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import uvloop
 from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
@@ -69,9 +70,14 @@ class SleepingGenerator:
             while newest is not None and newest.version < max(p.min_version for p in held):
                 newest = await weights.next()
             assert newest is not None
-            await asyncio.to_thread(time.sleep, self.seconds)  # as a computation would
-            for prompt in held:
-                yield RolloutGroup(prompt=prompt, rollouts=(rollout(newest.version), rollout(newest.version)))
+            for group in await asyncio.to_thread(self._sample, held, newest.version, time.monotonic()):
+                yield group
+
+    def _sample(self, prompts: list[Prompt], version: int, began: float) -> list[RolloutGroup]:
+        """Takes `seconds` from `began` on, its records included, as a computation would."""
+        groups = [RolloutGroup(prompt=p, rollouts=(rollout(version), rollout(version))) for p in prompts]
+        _sleep_until(began + self.seconds)
+        return groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +95,15 @@ class SleepingTrainer:
         yield Weights(version=0)
         version = 0
         async for _ in batches:
-            await asyncio.to_thread(time.sleep, self.seconds)  # as a computation would
+            await asyncio.to_thread(_sleep_until, time.monotonic() + self.seconds)
             version += 1
             yield Weights(version=version, metrics={"at": time.monotonic()})
             if version == self.steps:
                 return
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(moment - time.monotonic(), 0.0))
 
 
 @plain_dataclass(frozen=True, kw_only=True)
@@ -134,7 +144,7 @@ def role(graph: str, options: str, name: str, url: str, token: str) -> None:
         finally:
             await broker.close()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 def measure(staleness: int, generate_s: float, train_s: float, steps: int, groups: int) -> Measured:

@@ -24,10 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--role", required=True)
     parser.add_argument("--replica", type=int, default=0)
     args = parser.parse_args(argv)
+    import uvloop
+
     from arriero.engine.errors import UserError
 
     try:
-        asyncio.run(_run(args.run_dir, args.role, args.replica))
+        uvloop.run(_run(args.run_dir, args.role, args.replica))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -45,6 +45,7 @@ class Outbox:
         self._answers: dict[asyncio.Task[None], tuple[Lease, ...]] = {}
         self._outputs: set[asyncio.Task[None]] = set()
         self._moved = asyncio.Event()
+        self._gone: asyncio.Task[bool] | None = None  # done when all consumers have left
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def put(
@@ -86,6 +87,8 @@ class Outbox:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(give_back(lease, self._max_deliveries) for lease in broken_off))
+        if self._gone is not None:
+            self._gone.cancel()
         if not self.failed.done():
             self.failed.cancel()
 
@@ -144,16 +147,16 @@ class Outbox:
     ) -> None:
         if left.is_set():
             return
+        gone = self._gone = self._gone or asyncio.create_task(left.wait())  # one for all puts
         put = asyncio.ensure_future(producer.put(key, payload))
-        gone = asyncio.ensure_future(left.wait())
         try:
             await asyncio.wait({put, gone}, return_when=asyncio.FIRST_COMPLETED)
             if put.done():
-                await put
+                put.result()
         finally:
-            gone.cancel()
-            put.cancel()
-            await asyncio.gather(put, gone, return_exceptions=True)
+            if not put.done():
+                put.cancel()
+                await asyncio.gather(put, return_exceptions=True)
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> None:
