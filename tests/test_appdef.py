@@ -9,7 +9,7 @@ import pytest
 from torchx.specs import AppDef
 
 from arriero.engine.errors import GraphError
-from arriero.launchers.appdef import app_def, thread_counts
+from arriero.launchers.appdef import app_def, thread_counts, visible_devices
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import RunOptions
 from tests.toys import toy_graph
@@ -85,3 +85,14 @@ def test_no_role_may_be_named_like_the_hub() -> None:
     )
     with pytest.raises(GraphError, match="hub is taken"):
         app(named)
+
+
+def test_each_rank_that_computes_gets_a_gpu_of_its_own_and_the_others_see_none() -> None:
+    found = visible_devices(toy_graph(ranks=2).check(), ["0", "1", "2", "3"])
+    assert found["trainer-0"] == "0,1"
+    assert found["generator-0"] == found["reward-0"] == ""
+
+
+def test_too_few_gpus_are_shared_and_none_are_not_spoken_of() -> None:
+    assert visible_devices(toy_graph(ranks=4).check(), ["GPU-a", "GPU-b"])["trainer-0"] == "GPU-a,GPU-b"
+    assert visible_devices(toy_graph().check(), []) == {}

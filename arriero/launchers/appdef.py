@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchx.specs import AppDef, Resource, Role, macros
@@ -57,6 +58,22 @@ def thread_counts(spec: GraphSpec, options: RunOptions, cores: int) -> dict[str,
     processes = sum(nodes[0].replicas * nodes[0].ranks for nodes in computing.values())
     share = max(1, cores // max(1, processes))
     return {role: options.threads.get(role, share if role in computing else 1) for role in spec.roles}
+
+
+def visible_devices(spec: GraphSpec, gpus: Sequence[str]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES by "<role>-<replica>", on a host with these `gpus` (numbers or UUIDs).
+
+    One GPU for each rank of a role that computes, in the order of the graph; when there are too few they are
+    shared round robin. Other roles see none. Without GPUs nothing is set.
+    """
+    devices: dict[str, str] = {}
+    taken = 0
+    for role, nodes in shapes(spec).items() if gpus else ():
+        ranks = min(nodes[0].ranks, len(gpus)) if any(_computes(n) for n in nodes) else 0
+        for replica in range(nodes[0].replicas):
+            devices[f"{role}-{replica}"] = ",".join(gpus[(taken + i) % len(gpus)] for i in range(ranks))
+            taken += ranks
+    return devices
 
 
 def _computes(node: NodeSpec) -> bool:

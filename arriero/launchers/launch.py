@@ -28,13 +28,14 @@ from arriero.engine.nats import NatsBroker
 from arriero.engine.runtime.journal import announce
 from arriero.engine.runtime.role import Stopped, run_role
 from arriero.engine.runtime.source import steps
-from arriero.launchers.appdef import app_def
+from arriero.launchers.appdef import app_def, visible_devices
 from arriero.launchers.failures import Failure, out_of_space, raised
 from arriero.launchers.hub import HUB_FILE, TOKEN, clean, declare, wait_for_hub
 from arriero.launchers.local import LocalApp, Process
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.parent import LAUNCHER
 from arriero.launchers.progress import display_for
+from arriero.launchers.provenance import own_gpus
 from arriero.launchers.reporter import Reporter
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.summary import State, result_screen
@@ -87,7 +88,7 @@ async def _launched(spec: GraphSpec, options: RunOptions, run: RunDir, launch: L
     private = {TOKEN: token, LAUNCHER: str(os.getpid()), "PYTHONPATH": python_path}
     definition = app_def(spec, options, run.path, port=launch.port)
     async with _interrupts() as interrupted:
-        app = LocalApp(definition, run.logs, private)
+        app = LocalApp(definition, run.logs, private, visible_devices(spec, own_gpus()))
         try:
             conductor = _Conductor(spec, options, run, launch, processes=app.processes)
 

@@ -56,11 +56,13 @@ class Process:
 
 
 class _Scheduler(LocalScheduler):
-    """Remembers what it started. `private` is the part of the environment that no job description shows."""
+    """Remembers what it started. `private` is the part of the environment that no job description shows;
+    `devices` the CUDA_VISIBLE_DEVICES of each replica.
+    """
 
-    def __init__(self, private: Mapping[str, str], log_dir: Path) -> None:
+    def __init__(self, private: Mapping[str, str], devices: Mapping[str, str], log_dir: Path) -> None:
         super().__init__("", image_provider_class=CWDImageProvider)
-        self._private, self._log_dir = private, log_dir
+        self._private, self._devices, self._log_dir = private, devices, log_dir
         self.started: list[Process] = []
 
     def run_local_job(
@@ -71,7 +73,8 @@ class _Scheduler(LocalScheduler):
         stderr: io.FileIO | None,
         cwd: str | None = None,
     ) -> subprocess.Popen[bytes]:
-        process = super().run_local_job(args, {**env, **self._private}, stdout, stderr, cwd)
+        own = {"CUDA_VISIBLE_DEVICES": d} if (d := self._devices.get(env[REPLICA])) is not None else {}
+        process = super().run_local_job(args, {**env, **own, **self._private}, stdout, stderr, cwd)
         role, _, replica = env[REPLICA].rpartition("-")
         assert stderr is not None
         # TorchX's own paths hold a random id.
@@ -94,10 +97,15 @@ class _Runner(Protocol):
 class LocalApp:
     """A running app. Start it from the main thread: its processes die with the thread that started them."""
 
-    def __init__(self, app: AppDef, log_dir: Path, private: Mapping[str, str]) -> None:
-        """Start all replicas; `private` is added to their environment. Raises OSError."""
+    def __init__(
+        self, app: AppDef, log_dir: Path, private: Mapping[str, str], devices: Mapping[str, str]
+    ) -> None:
+        """Start all replicas; `private` is added to their environment, and their GPUs if there are any.
+
+        Raises OSError.
+        """
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-        self._scheduler = _Scheduler(private, log_dir)
+        self._scheduler = _Scheduler(private, devices, log_dir)
         # TorchX's handlers raise wherever we happen to be; ours end the run in order.
         for number, handler in handlers.items():
             with suppress(ValueError):  # not in the main thread

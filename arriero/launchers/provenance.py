@@ -165,3 +165,11 @@ def hardware() -> Hardware:
         memory_mb=psutil.virtual_memory().total >> 20,
         gpus=tuple(line.strip() for line in _output(query).splitlines() if line.strip()),
     )
+
+
+def own_gpus() -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES leaves to this process; where it isn't set, all that nvidia-smi lists."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(part.strip() for part in given.split(",") if part.strip())
+    listed = _output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
+    return tuple(line.strip() for line in listed.splitlines() if line.strip())
