@@ -254,8 +254,11 @@ def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "stopped.py").write_text("raise KeyboardInterrupt\n")
+@pytest.mark.parametrize(
+    "stop", ["raise KeyboardInterrupt", "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)"]
+)
+def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path, stop: str) -> None:
+    (tmp_path / "stopped.py").write_text(f"{stop}\n")
     done = arriero(tmp_path, "check", "stopped.py")
 
     assert (done.returncode, done.stderr) == (130, "arriero: interrupted\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ OK, BROKEN, MISTAKE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and give its exit code."""
+    if argv is None:  # the command itself: SIGTERM ends it as Ctrl-C does, from the first moment on
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     args = list(sys.argv[1:] if argv is None else argv)
     # A reward or loss of the user's own stands in a file here; roles start with this directory on their path.
     if (here := str(Path.cwd())) not in sys.path:
