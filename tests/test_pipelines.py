@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from arriero.components.chat import ChatFormat
 from arriero.components.laws import check_laws, graph_losses
 from arriero.components.optimizer import AdamW
 from arriero.components.recipe import SampledConfig
@@ -95,6 +96,7 @@ OTHER: dict[str, Any] = {
     "lam": 0.5,
     "reward": Contains(text="3"),
     "sampling": Sampling(max_new_tokens=9),
+    "chat": ChatFormat(template="model"),
     "optimizer": AdamW(lr=0.5),
     "aggregation": "token_mean",
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.chat import ChatFormat
 from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory, context_length
 from arriero.components.rollout_engine import EnginePrecision, KVCache
@@ -42,6 +43,7 @@ class Generator:
     model: str
     samples: PositiveInt = 8
     sampling: Sampling = field(default_factory=Sampling)
+    chat: ChatFormat = field(default_factory=ChatFormat)
     slots: PositiveInt = 256
     context: PositiveInt | None = None
     group_timeout_s: PositiveFloat = 600.0
@@ -53,7 +55,8 @@ class Generator:
         return max(1, self.slots // self.samples)
 
     def problems(self, view: GraphView) -> Iterable[str]:
-        yield from check_model_directory(self.model)
+        yield from (unloadable := list(check_model_directory(self.model)))
+        yield from [] if unloadable else self.chat.problems(self.model)
         if self.slots < self.samples:
             yield f"slots={self.slots} can't hold samples={self.samples}; use at least {self.samples}"
         most = context_length(self.model)

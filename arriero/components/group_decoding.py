@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from arriero.components.chat import Chat
 from arriero.components.packing import check_vocabulary
 from arriero.components.policy import load_tokenizer
 from arriero.components.rollout_engine import Completion, Request, open_engine
@@ -50,6 +51,7 @@ class GroupDecoding:
     def __init__(self, config: Generator, context: Context) -> None:
         self.tokenizer = load_tokenizer(config.model)
         self._config, self._context = config, context
+        self._chat = Chat(self.tokenizer, config.chat, model=config.model)
         self._engine = open_engine(config, context, self.tokenizer)
         self._open: dict[str, _Group] = {}
         self._barren = 0
@@ -78,7 +80,7 @@ class GroupDecoding:
 
     def add(self, prompt: Prompt) -> Dropped | None:
         """Start the rollouts of a prompt, or say why not. UserError if the model doesn't know its tokens."""
-        ids: list[int] = self.tokenizer.encode(prompt.text)
+        ids = self._chat.prompt(prompt.text)
         room = self._engine.max_length - self._config.sampling.max_new_tokens
         if not 0 < len(ids) <= room:
             detail = f"{len(ids)} prompt tokens, between 1 and {room} fit"
@@ -139,7 +141,7 @@ class GroupDecoding:
             return Dropped(parent=group.prompt.id, reason="invalid", detail=detail)
         self._barren = 0
         rollouts = tuple(self._rollout(group, n, c) for n, c in done)
-        return RolloutGroup(prompt=group.prompt, rollouts=rollouts)
+        return RolloutGroup(prompt=group.prompt, rollouts=rollouts, chat_digest=self._chat.digest)
 
     def _rollout(self, group: _Group, sample: int, completion: Completion) -> Rollout:
         """The completion behind its prompt, in arrays of one length; `Rollout` says what is off the mask."""

@@ -7,6 +7,7 @@ from dataclasses import field
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.chat import ChatFormat
 from arriero.components.generator import Generator
 from arriero.components.losses import Aggregation, Loss
 from arriero.components.optimizer import AdamW
@@ -27,6 +28,7 @@ class SampledConfig:
     model: str
     data: PromptSource
     sampling: Sampling = field(default_factory=Sampling)
+    chat: ChatFormat = field(default_factory=ChatFormat)
     optimizer: AdamW = field(default_factory=AdamW)
     steps: PositiveInt = 100
     staleness: NonNegativeInt = 0
@@ -39,7 +41,9 @@ class SampledConfig:
     token_budget: PositiveInt = 8192
 
     def generator(self) -> Generator:
-        return Generator(model=self.model, samples=self.samples, sampling=self.sampling, slots=self.slots)
+        return Generator(
+            model=self.model, samples=self.samples, sampling=self.sampling, chat=self.chat, slots=self.slots
+        )
 
     def trainer(
         self,

@@ -39,7 +39,7 @@ class Section:
         """The field that a plain value given for the section sets; "" if there is none."""
         if self.tag:
             return self.tag
-        return "path" if "path" in fields(self.members[""]) else ""
+        return next((name for name in ("path", "template") if name in fields(self.members[""])), "")
 
 
 @dataclass(frozen=True, kw_only=True)

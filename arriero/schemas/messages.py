@@ -119,10 +119,11 @@ class Rollout(Message):
 
 
 class RolloutGroup(Record):
-    """All rollouts of one prompt."""
+    """All rollouts of one prompt. `chat_digest` tells the chat template it was shown with; empty: none."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...] = Field(min_length=1)
+    chat_digest: str = ""
 
     @property
     def oldest_version(self) -> int | None:
