@@ -153,6 +153,7 @@ def _sample(record: ScoredGroup, rollout: Rollout, score: Score, advantage: floa
         versions=rollout.versions,
         temperature=rollout.temperature,
         reward=score.value,
+        turns=score.turns,
         truncated=rollout.finish == "length",
         origin=_origin(record),
     )

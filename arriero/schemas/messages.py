@@ -142,13 +142,15 @@ class Outcome(StrEnum):
 class Score(Message):
     """Reward of one rollout: `value` is what is trained on, `outcome` says what it rests on.
 
-    `raw` is the value before shaping (length, format), which filters look at; None: `value` itself.
+    `raw` is the value before shaping (length, format), which filters look at; None: `value` itself. `turns`:
+    the part of it that each turn of the policy earned; empty where it isn't told apart.
     """
 
     value: FiniteFloat
     outcome: Outcome
     detail: str = ""
     raw: FiniteFloat | None = None
+    turns: tuple[FiniteFloat, ...] = ()
 
 
 class ScoredGroup(Record):
@@ -186,7 +188,9 @@ class Sample(Message):
 
     `advantages` [L] float32 is finite everywhere; `logprobs` and `versions` are None for supervised data,
     else as in `Rollout`. `reference` is as `logprobs`, of a fixed model; None if none has read the sample.
-    `truncated`: the response ended at the limit of tokens, so something would have come after it.
+    `truncated`: the response ended at the limit of tokens, so something would have come after it. `turns`:
+    the parts of the reward that each turn of the policy earned, if they are known apart. `replayed`: it comes
+    from a replay buffer, which gives it out without regard to its age.
     `group` is the id of the record it came from, so that a whole group can be dropped from a batch.
     """
 
@@ -199,7 +203,9 @@ class Sample(Message):
     reference: Float32Array | None = None
     temperature: PositiveFloat = 1.0
     reward: FiniteFloat = 0.0
+    turns: tuple[FiniteFloat, ...] = ()
     truncated: bool = False
+    replayed: bool = False
     origin: int = -1
 
     @model_validator(mode="after")

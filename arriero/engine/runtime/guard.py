@@ -34,13 +34,16 @@ class Stale:
 
 
 def stale_groups(record: Record, version: int, bound: int) -> list[Stale]:
-    """The groups in `record` with a token sampled more than `bound` versions before `version`."""
+    """The groups in `record` with a token sampled more than `bound` versions before `version`.
+
+    What a replay buffer gave out isn't judged: it was within the bound when it came, and is old on purpose.
+    """
     found: dict[str, tuple[tuple[int, ...], int | None]] = {}
     match record:
         case RolloutGroup() | ScoredGroup():
             found[record.id] = (record.origins, record.oldest_version)
         case Batch():
-            for s in record.samples:
+            for s in (s for s in record.samples if not s.replayed):
                 known = found.get(s.group, ((), None))[1]
                 found[s.group] = ((s.origin,), oldest([known, s.oldest_version]))
         case _:
@@ -117,9 +120,10 @@ def dropped(node: str, stale: Stale) -> DroppedEvent:
 
 
 def trained(node: str, weights: Weights, batch: Record) -> Trained:
-    """The ledger's event for one optimizer step. Staleness is that of all sampled tokens."""
+    """The ledger's event for one optimizer step. Staleness is that of sampled tokens, replayed ones aside."""
     samples = batch.samples if isinstance(batch, Batch) else ()
-    ages = [weights.version - 1 - s.versions[s.versions >= 0] for s in samples if s.versions is not None]
+    fresh = [s for s in samples if not s.replayed]
+    ages = [weights.version - 1 - s.versions[s.versions >= 0] for s in fresh if s.versions is not None]
     age = np.concatenate(ages) if ages else np.zeros(0, np.int32)
     return Trained(
         node=node, version=weights.version, batch=batch.id, origins=batch.origins,
