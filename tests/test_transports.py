@@ -84,7 +84,7 @@ def test_a_receiver_that_answers_with_an_error_is_named_and_can_take_the_same_ve
         ill.ask("take", -1, "flip")
     _, failed = crew.report(0)
     assert "WeightError" in failed["tp2-0/1"]
-    with pytest.raises(Failed, match="version 0: 0 of 15 tensors; no place for lm_head"):
+    with pytest.raises(Failed, match="received: 0 of 15 tensors; no place for lm_head"):
         ill.ask("take", -1, "", True)
     assert "0 of 15 tensors" in crew.report(0)[1]["tp2-0/1"]
     assert ill.ask("take") == 0
@@ -160,7 +160,7 @@ def test_nothing_is_announced_that_has_not_changed_or_that_one_rank_could_not_pa
         ((1, 0), r"WeightError: version 1 is not announced: all \d+ parts .* to version 0"),
         (
             (1, 1, True, 1),
-            r"rank 1: WeightError: version 1: 20 of 21 tensors; no place for model\.norm\.weight",
+            r"rank 1: WeightError: published: 20 of 21 tensors; no place for model\.norm\.weight",
         ),
         ((0, 1), "ValueError: version 0 after version 0"),
     ):

@@ -15,11 +15,12 @@ import xxhash
 from torch import Tensor
 
 from arriero.engine.weights.layout import TORCH_DTYPES, WeightError, dtype_name
-from arriero.schemas.weights import DType
+from arriero.schemas.weights import ALIGNMENT_BYTES, DType
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-# Read back while it is in the cache. With shorter chunks, threads would wait for each other's interpreter.
-HOST_CHUNK_BYTES = 1 << 20
+# Read back while it is in the cache, and short enough that memcpy doesn't go around the cache. With shorter
+# chunks, threads would wait for each other's interpreter.
+HOST_CHUNK_BYTES = 512 << 10
 STAGING_BYTES = 32 << 20
 
 
@@ -37,6 +38,16 @@ class Staging(threading.local):
         return self._buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
 
 
+def warm_buffer(nbytes: int) -> Bytes:
+    """Memory that begins at a cache line and was touched once.
+
+    Bytes that lie a little further in their line than those they are copied from take a slow path of memcpy.
+    """
+    memory = np.ones(nbytes + ALIGNMENT_BYTES, dtype=np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[begin : begin + nbytes]
+
+
 class Sent(Protocol):
     """What a receiver knows of a tensor (or a cell of one) before its bytes arrive."""
 
@@ -50,11 +61,17 @@ class Sent(Protocol):
     def fingerprint(self) -> str: ...
 
 
-def store(source: Tensor, slot: Bytes, staging: Staging) -> str:
+def held(tensor: Tensor) -> Tensor | Bytes:
+    """A tensor as the functions here take it fastest: its bytes, where they are contiguous on the host."""
+    tensor = tensor.detach()
+    return as_bytes(tensor) if tensor.device.type == "cpu" and tensor.is_contiguous() else tensor
+
+
+def store(source: Tensor | Bytes, slot: Bytes, staging: Staging) -> str:
     """Copy `source` into `slot` in C order; the fingerprint of the source's bytes."""
     state = xxhash.xxh3_128()
     start = 0
-    for chunk in _host_chunks(source.detach(), staging):
+    for chunk in _host_chunks(source, staging):
         # Hashed first, the bytes are in the cache, and one long copy bypasses it on its way out.
         state.update(chunk.data)
         slot[start : start + chunk.size] = chunk
@@ -63,39 +80,44 @@ def store(source: Tensor, slot: Bytes, staging: Staging) -> str:
     return state.hexdigest()
 
 
-def fingerprint(tensor: Tensor, staging: Staging) -> str:
+def fingerprint(tensor: Tensor | Bytes, staging: Staging) -> str:
     """Fingerprint of the bytes of a tensor in C order, read from where they are."""
     state = xxhash.xxh3_128()
-    for chunk in _host_chunks(tensor.detach(), staging):
+    for chunk in _host_chunks(tensor, staging):
         state.update(chunk.data)
     return state.hexdigest()
 
 
-def load(spec: Sent, slot: Bytes, into: Tensor, staging: Staging) -> None:
-    """Copy a slot's bytes into a parameter, in place, and verify the parameter; WeightError names it."""
-    target = into.detach()
-    if target.dtype != TORCH_DTYPES[spec.dtype]:
-        _check_buffer(spec, slot)
-        for sent, held in _pairs(spec, slot, target):
-            _copy(sent, held, staging)
-            _check_cast(spec, sent, held)
-    elif target.device.type == "cpu" and target.is_contiguous():
+def load(spec: Sent, slot: Bytes, into: Tensor | Bytes, staging: Staging) -> None:
+    """Copy a slot's bytes into a parameter, in place, and verify the parameter; WeightError names it.
+
+    `into` as bytes is a parameter that has the dtype of what was sent.
+    """
+    if isinstance(into, Tensor) and into.dtype == TORCH_DTYPES[spec.dtype]:
+        into = held(into)
+    if not isinstance(into, Tensor):
         state = xxhash.xxh3_128()
-        view = as_bytes(target)
         for start in range(0, slot.size, HOST_CHUNK_BYTES):
-            chunk = view[start : start + HOST_CHUNK_BYTES]
+            chunk = into[start : start + HOST_CHUNK_BYTES]
             chunk[:] = slot[start : start + HOST_CHUNK_BYTES]
             state.update(chunk.data)
         _check(spec, slot, state.hexdigest())
+        return
+    target = into.detach()
+    if target.dtype != TORCH_DTYPES[spec.dtype]:
+        _check_buffer(spec, slot)
+        for sent, place in _pairs(spec, slot, target):
+            _copy(sent, place, staging)
+            _check_cast(spec, sent, place)
     elif target.device.type == "cpu":
         state = xxhash.xxh3_128()
-        for sent, held in _pairs(spec, slot, target):
-            held.copy_(sent)
-            state.update(as_bytes(held.contiguous()).data)
+        for sent, place in _pairs(spec, slot, target):
+            place.copy_(sent)
+            state.update(as_bytes(place.contiguous()).data)
         _check(spec, slot, state.hexdigest())
     else:
-        for sent, held in _pairs(spec, slot, target):
-            _copy(sent, held, staging)
+        for sent, place in _pairs(spec, slot, target):
+            _copy(sent, place, staging)
         _check(spec, slot, fingerprint(target, staging))
 
 
@@ -171,13 +193,15 @@ def _split(tensor: Tensor, items: int) -> Iterator[Tensor]:
         yield tensor[start : start + rows]
 
 
-def _host_chunks(tensor: Tensor, staging: Staging) -> Iterator[Bytes]:
+def _host_chunks(tensor: Tensor | Bytes, staging: Staging) -> Iterator[Bytes]:
     """Bytes of a tensor in C order, chunk by chunk; each is valid until the next is taken."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        view = as_bytes(tensor)
+    view = held(tensor) if isinstance(tensor, Tensor) else tensor
+    if not isinstance(view, Tensor):
         for start in range(0, view.size, HOST_CHUNK_BYTES):
             yield view[start : start + HOST_CHUNK_BYTES]
-    elif tensor.device.type == "cpu":
+        return
+    tensor = view
+    if tensor.device.type == "cpu":
         for part in _split(tensor, HOST_CHUNK_BYTES // tensor.element_size()):
             yield as_bytes(part.contiguous())
     else:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from arriero.engine.weights.copying import Bytes
+from arriero.engine.weights.copying import Bytes, warm_buffer
 from arriero.engine.weights.layout import WeightError
 from arriero.engine.weights.lease_messages import Join, Send
 from arriero.engine.weights.plan import Plan
@@ -116,7 +116,7 @@ class DistInlet(ServedInlet):
     ) -> None:
         self._pairs: dict[int, _Pair] = {}
         self._device = device
-        self._staging: Bytes = np.ones(_AHEAD_BYTES + 3 * SPAN_BYTES, dtype=np.uint8)
+        self._staging = warm_buffer(_AHEAD_BYTES + 3 * SPAN_BYTES)
         self._staged_to = 0
         super().__init__(url, plan, name, secret, bound_s)
 

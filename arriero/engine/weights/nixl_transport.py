@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from arriero.engine.weights.copying import Bytes
+from arriero.engine.weights.copying import Bytes, warm_buffer
 from arriero.engine.weights.layout import WeightError
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import Ranks
@@ -109,7 +109,7 @@ class NixlInlet(ServedInlet):
         self._offers: dict[int, tuple[_Offer, str]] = {}
         self._regions: dict[tuple[int, int], Any] = {}
         # Two halves: one is being filled while the other is read.
-        self._staging: Bytes = np.ones((2, BATCH_BYTES + SPAN_BYTES), dtype=np.uint8)
+        self._staging: Bytes = warm_buffer(2 * (BATCH_BYTES + SPAN_BYTES)).reshape(2, -1)
         self._register(self._staging)
         super().__init__(url, plan, name, secret, bound_s)
 

@@ -11,9 +11,8 @@ from multiprocessing.connection import Client
 from secrets import token_hex
 
 import msgspec
-import numpy as np
 
-from arriero.engine.weights.copying import Bytes
+from arriero.engine.weights.copying import Bytes, warm_buffer
 from arriero.engine.weights.layout import StaleWeights, WeightError
 from arriero.engine.weights.lease_messages import (
     Answer,
@@ -38,7 +37,7 @@ from arriero.engine.weights.lease_server import LeaseServer, Welcoming
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import OneRank, Ranks, first_says
 from arriero.engine.weights.transport import Outcome, Span, lease_timeout
-from arriero.schemas.weights import ShardManifest
+from arriero.schemas.weights import ALIGNMENT_BYTES, ShardManifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,8 @@ class ServedOutlet:
             raise ValueError(f"slots is {serving.slots}; at least 2: one is written while the other is read")
         self._ranks = ranks or OneRank()
         self.part_bytes = plan.part_bytes(self._ranks.rank)
-        # Written to once, so that the first publish meets warm pages.
-        self.slots: Bytes = np.ones((serving.slots, max(self.part_bytes, 1)), dtype=np.uint8)
+        size = max(self.part_bytes, ALIGNMENT_BYTES)
+        self.slots: Bytes = warm_buffer(serving.slots * size).reshape(serving.slots, size)
         total = sum(plan.part_bytes(rank) for rank in range(plan.num_sources))
         self._lease_timeout_s = lease_timeout(total, serving.lease_timeout_s)
         self.session = first_says(self._ranks, lambda: token_hex(16).encode()).decode()

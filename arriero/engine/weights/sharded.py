@@ -15,19 +15,19 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
-from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
 
-from arriero.engine.weights.copying import Staging, store
+from arriero.engine.weights.copying import Bytes, Staging, held, store
 from arriero.engine.weights.layout import StaleWeights, WeightError
-from arriero.engine.weights.plan import Plan
+from arriero.engine.weights.plan import Cell, Landing, Plan
 from arriero.engine.weights.ranks import OneRank, Ranks
-from arriero.engine.weights.shards import check_shards, landing_spans, receive_span
+from arriero.engine.weights.shards import Remembered, check_shards, landing_spans, receive_span
 from arriero.engine.weights.transport import (
     Inlet,
     Outlet,
+    Span,
     SyncReport,
     await_outcomes,
     lease_timeout,
@@ -35,6 +35,7 @@ from arriero.engine.weights.transport import (
 from arriero.schemas.weights import ShardManifest, cells_fingerprint
 
 _T = TypeVar("_T")
+TASK_BYTES = 16 << 20  # that one thread packs or unpacks at a time
 
 
 def default_threads() -> int:
@@ -51,7 +52,7 @@ class ShardSender:
         self._outlet, self._plan, self._ranks = outlet, plan, ranks or OneRank()
         if self._ranks.size != plan.num_sources:
             raise ValueError(f"{self._ranks.size} ranks, but the plan has {plan.num_sources} source ranks")
-        self._cells = plan.packed(self._ranks.rank)
+        self._shares = Remembered(self._to_pack)
         self._threads = ThreadPoolExecutor(threads or default_threads(), "arriero-pack")
         self._staging = Staging()
         self._last: ShardManifest | None = None
@@ -111,24 +112,33 @@ class ShardSender:
     def _pack(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[int, bytes]:
         """The slot, and as JSON the fingerprints of this rank's cells, or its error."""
         slot = -1
-        layout = self._plan.source.ranks[self._ranks.rank]
         try:
             # First, since other ranks may wait in it for us.
             slot, part = self._outlet.begin(version)
-            check_shards(layout, tensors, f"version {version}")
-            tasks = [
-                self._threads.submit(
-                    store,
-                    cell.held.of(tensors),
-                    part[cell.offset : cell.offset + cell.nbytes],
-                    self._staging,
-                )
-                for cell in self._cells
-            ]
-            prints = _results(tasks)
+            tasks = [self._threads.submit(self._store, share, part) for share in self._shares(tensors)]
+            prints = [fingerprint for prints in _results(tasks) for fingerprint in prints]
             return slot, json.dumps({"cells": prints, "slot": str(slot)}).encode()
         except Exception as error:  # noqa: BLE001  # told to all ranks, which raise it
             return slot, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+
+    def _to_pack(self, tensors: Mapping[str, Tensor]) -> list[list[tuple[Cell, Tensor | Bytes]]]:
+        """Runs of cells of about TASK_BYTES each: to hand over every small one would cost as much as it."""
+        check_shards(self._plan.source.ranks[self._ranks.rank], tensors, "published")
+        shares: list[list[tuple[Cell, Tensor | Bytes]]] = []
+        nbytes = TASK_BYTES
+        for cell in self._plan.packed(self._ranks.rank):
+            if nbytes >= TASK_BYTES:
+                shares.append([])
+                nbytes = 0
+            shares[-1].append((cell, held(cell.held.of(tensors))))
+            nbytes += cell.nbytes
+        return shares
+
+    def _store(self, share: Sequence[tuple[Cell, Tensor | Bytes]], part: Bytes) -> list[str]:
+        return [
+            store(source, part[cell.offset : cell.offset + cell.nbytes], self._staging)
+            for cell, source in share
+        ]
 
     def _announce_part(self, manifest: ShardManifest) -> bytes:
         """Announce on all ranks but the first, which receivers ask; the error, if there is one."""
@@ -169,6 +179,7 @@ class ShardReceiver:
         self._layout = plan.kinds[kind].ranks[rank]
         self._threads = ThreadPoolExecutor(threads or default_threads(), "arriero-land")
         self._staging = Staging()
+        self._spans = Remembered(self._to_land)
 
     def newest(self, after: int = -1, wait_s: float = 0.0) -> ShardManifest | None:
         """The newest version beyond `after`, also for a receiver that has just joined; None if none comes."""
@@ -220,22 +231,39 @@ class ShardReceiver:
                 f"version {manifest.version} was packed by plan {manifest.plan}, but this receiver "
                 f"has plan {self._plan.digest}: both sides need the same layouts"
             )
-        check_shards(self._layout, into, f"version {manifest.version}")
-        spans = landing_spans(self._landings, into)
+        spans = self._spans(into)
         with ExitStack() as stack:
             stack.enter_context(self._inlet.lease(manifest, [span for span, _ in spans]))
             arriving = stack.enter_context(closing(self._inlet.fetch(manifest, [span for span, _ in spans])))
             tasks: list[Future[None]] = []
+            bundle: list[tuple[Span, tuple[Landing, ...], Bytes]] = []
             try:
                 for (span, landings), data in zip(spans, arriving, strict=True):
-                    land = partial(receive_span, manifest, span, landings, data, into, self._staging)
-                    if self._inlet.stable or data is span.into:
-                        tasks.append(self._threads.submit(land))
-                    else:
-                        land()
+                    if not self._inlet.stable and data is not span.into:
+                        self._land(manifest, into, [(span, landings, data)])
+                        continue
+                    bundle.append((span, landings, data))
+                    # What is there already goes in large parts, what arrives is verified at once.
+                    if not self._inlet.stable or sum(s.nbytes for s, _, _ in bundle) >= TASK_BYTES:
+                        tasks.append(self._threads.submit(self._land, manifest, into, bundle))
+                        bundle = []
+                tasks.append(self._threads.submit(self._land, manifest, into, bundle))
             finally:
                 wait(tasks)  # none writes behind our back
             _results(tasks)
+
+    def _land(
+        self,
+        manifest: ShardManifest,
+        into: Mapping[str, Tensor],
+        arrived: Sequence[tuple[Span, tuple[Landing, ...], Bytes]],
+    ) -> None:
+        for span, landings, data in arrived:
+            receive_span(manifest, span, landings, data, into, self._staging)
+
+    def _to_land(self, into: Mapping[str, Tensor]) -> list[tuple[Span, tuple[Landing, ...]]]:
+        check_shards(self._layout, into, "received")
+        return landing_spans(self._landings, into)
 
     def close(self) -> None:
         self._threads.shutdown()

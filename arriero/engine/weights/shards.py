@@ -1,11 +1,12 @@
 """What a rank does with its tensors: compare them with their layout, and take arriving bytes into them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from arriero.engine.weights.copying import Bytes, Staging, as_bytes, fingerprint, load
+from arriero.engine.weights.copying import Bytes, Staging, fingerprint, held, load
 from arriero.engine.weights.layout import (
     TORCH_DTYPES,
     WeightError,
@@ -15,13 +16,30 @@ from arriero.engine.weights.layout import (
     overlapping,
     some,
 )
-from arriero.engine.weights.plan import Cell, Landing, Slice, runs
+from arriero.engine.weights.plan import Cell, Landing, runs
 from arriero.engine.weights.transport import Span
 from arriero.schemas.layouts import RankLayout
 from arriero.schemas.weights import DType, ShardManifest
 
 SPAN_BYTES = 8 << 20
 _DIRECT_BYTES = 64 << 10  # below, cells that lie side by side are fetched together
+
+
+_T = TypeVar("_T")
+
+
+class Remembered(Generic[_T]):
+    """What `make` gives for some tensors, made anew only when one of them lies elsewhere."""
+
+    def __init__(self, make: Callable[[Mapping[str, Tensor]], _T]) -> None:
+        self._make = make
+        self._known: tuple[list[tuple[str, tuple[object, ...]]], _T] | None = None
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> _T:
+        where = [(name, identity(tensor)) for name, tensor in tensors.items()]
+        if self._known is None or self._known[0] != where:
+            self._known = where, self._make(tensors)
+        return self._known[1]
 
 
 @dataclass(frozen=True)
@@ -86,17 +104,13 @@ def landing_spans(
 
     for landing in landings:
         cell = landing.cell
-        place = landing.targets[0].of(into).detach() if cell.nbytes >= _DIRECT_BYTES else None
-        if (
-            place is None
-            or place.device.type != "cpu"
-            or not place.is_contiguous()
-            or place.dtype != TORCH_DTYPES[cell.dtype]
-        ):
+        target = landing.targets[0].of(into)
+        place = held(target) if cell.nbytes >= _DIRECT_BYTES else target
+        if isinstance(place, Tensor) or target.dtype != TORCH_DTYPES[cell.dtype]:
             small.append(landing)
             continue
         flush()
-        spans.append((Span(cell.source, cell.offset, cell.nbytes, as_bytes(place)), (landing,)))
+        spans.append((Span(cell.source, cell.offset, cell.nbytes, place), (landing,)))
     flush()
     return spans
 
@@ -110,21 +124,23 @@ def receive_span(
     staging: Staging,
 ) -> None:
     """Put fetched bytes where they belong, and read each place back; WeightError names the cell."""
-    direct = data is span.into
     for landing in landings:
         cell = landing.cell
         sent = _SentCell(cell, manifest.cells[cell.index])
         part = data[cell.offset - span.offset : cell.offset - span.offset + cell.nbytes]
         targets = landing.targets
-        if direct:
-            _check_landed(sent, targets[0], into, staging)
+        if span.into is not None:
+            if data is span.into:
+                _check_landed(sent, span.into, staging)
+            else:
+                load(sent, part, span.into, staging)
             targets = targets[1:]
         for target in targets:
             load(sent, part, target.of(into), staging)
 
 
-def _check_landed(sent: _SentCell, target: Slice, into: Mapping[str, Tensor], staging: Staging) -> None:
-    got = fingerprint(target.of(into), staging)
+def _check_landed(sent: _SentCell, place: Bytes, staging: Staging) -> None:
+    got = fingerprint(place, staging)
     if got != sent.fingerprint:
         raise WeightError(
             f"{sent.name} does not hold what was sent: read back {got}, sent {sent.fingerprint}"
