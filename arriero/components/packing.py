@@ -50,7 +50,8 @@ class PackedTokens:
     targets_T int64; advantages_T, weights_T, temperatures_T float32; behaviour_T float32 nats, None if any
     sample has none; sequence_T int64: the index in the batch of the sample it belongs to. Samples are never
     cut. reference_T as behaviour_T; proximal_T and entropy_T (this one with gradient) are given by the
-    trainer to a loss that needs them.
+    trainer to a loss that needs them. versions_T int64: of the weights that sampled the token; None as
+    behaviour_T.
     """
 
     targets_T: Tensor
@@ -62,6 +63,7 @@ class PackedTokens:
     reference_T: Tensor | None = None
     proximal_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    versions_T: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +273,10 @@ def _tokens(
         known = [a for a in arrays if a is not None]
         return trained([*known], np.float32) if len(known) == len(arrays) else None
 
+    def versions(arrays: list[npt.NDArray[np.int32] | None]) -> Tensor | None:
+        known = [a for a in arrays if a is not None]
+        return trained([*known], np.int64) if len(known) == len(arrays) else None
+
     return PackedTokens(
         targets_T=trained([s.tokens for s in chosen], np.int64),
         advantages_T=trained([s.advantages for s in chosen], np.float32),
@@ -279,4 +285,5 @@ def _tokens(
         behaviour_T=logprobs([s.logprobs for s in chosen]),
         sequence_T=spread(list(indices), np.int64),
         reference_T=logprobs([s.reference for s in chosen]),
+        versions_T=versions([s.versions for s in chosen]),
     )

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from arriero.components.chat import ChatFormat
 from arriero.components.generator import Generator
 from arriero.components.losses import Aggregation, Loss
+from arriero.components.mismatch import MismatchGate
 from arriero.components.optimizer import AdamW
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import ExactMatch, Reward
@@ -39,6 +40,7 @@ class SampledConfig:
     ranks: PositiveInt = 1
     slots: PositiveInt = 256
     token_budget: PositiveInt = 8192
+    mismatch: MismatchGate = field(default_factory=MismatchGate)
 
     def generator(self) -> Generator:
         return Generator(
@@ -57,6 +59,7 @@ class SampledConfig:
         return Trainer(
             model=self.model, loss=loss, steps=self.steps, optimizer=self.optimizer, aggregation=aggregation,
             horizon=horizon, minibatches=minibatches, epochs=epochs, token_budget=self.token_budget,
+            mismatch=self.mismatch,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import Aggregation, Facts, Loss, facts
+from arriero.components.mismatch import MismatchGate
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW
 from arriero.components.recorded import RecordedRollouts
@@ -51,6 +52,7 @@ class Trainer:
     minibatches: PositiveInt = 1
     epochs: PositiveInt = 1
     token_budget: PositiveInt = 8192
+    mismatch: MismatchGate = field(default_factory=MismatchGate)
     save: bool = True
     computes: ClassVar[bool] = True
 
@@ -96,6 +98,8 @@ class Trainer:
             yield await compute(publish, 0, {})
             async for batch in batches:
                 metrics = await compute(state.step, batch)
+                if self.mismatch.check(state.version - 1, metrics):
+                    context.count("mismatch_warnings", 1)
                 yield await compute(publish, state.version, metrics)
                 if state.version == self.steps:
                     break
@@ -113,6 +117,7 @@ class Trainer:
             token_budget=self.token_budget, aggregation=self.aggregation, horizon=self.horizon or 0,
             minibatches=self.minibatches, epochs=self.epochs,
             group=dist.group.WORLD if dist.is_initialized() else None,
+            mismatch_bound=self.mismatch.token_bound,
         )  # fmt: skip
 
 

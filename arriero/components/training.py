@@ -68,6 +68,7 @@ class TrainState:
         layout: Layout = "padded",
         precision: Precision = "float32",
         group: dist.ProcessGroup | None = None,
+        mismatch_bound: float = 0.5,
     ) -> None:
         half = sorted({str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4})
         if half:
@@ -85,6 +86,7 @@ class TrainState:
         self._updates = (minibatches, epochs)
         self._precision = precision
         self._group = group
+        self._mismatch_bound = mismatch_bound
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._descent = Descent(trained, optimizer, steps=steps, group=group)
@@ -104,9 +106,9 @@ class TrainState:
         digest = _digest(batch.samples)
         metrics = over_updates(
             [
-                self._update(micros, off_policy=off_policy, digest=digest)
-                for _ in range(epochs)
-                for micros in parts
+                self._update(micros, off_policy=off_policy, digest=digest, first=not (epoch or part))
+                for epoch in range(epochs)
+                for part, micros in enumerate(parts)
             ]
         )
         self.version += 1
@@ -201,9 +203,14 @@ class TrainState:
             logprobs_T, _ = self.logprobs(micro)
         return replace(micro, tokens=replace(micro.tokens, proximal_T=logprobs_T))
 
-    def _update(self, micros: Sequence[MicroBatch], *, off_policy: bool, digest: int) -> dict[str, float]:
+    def _update(
+        self, micros: Sequence[MicroBatch], *, off_policy: bool, digest: int, first: bool
+    ) -> dict[str, float]:
         """One optimizer update on all `micros` of all ranks, and its measures."""
-        measures = Measures(self.model.device, off_policy=off_policy)
+        fresh = self.version if first else None
+        measures = Measures(
+            self.model.device, off_policy=off_policy, fresh=fresh, bound=self._mismatch_bound
+        )
         self._descent.clear()
         for micro in micros:
             logprobs_T, entropy_T = self.logprobs(micro)
