@@ -72,7 +72,7 @@ class Alone:
     """A component's view of a graph in which `around` feed it."""
 
     def __init__(self, *around: object, staleness: int | None = None) -> None:
-        self._around, self.staleness, self.ranks = around, staleness, 1
+        self._around, self.staleness, self.ranks, self.replicas = around, staleness, 1, 1
 
     def upstream(self, kind: type[T]) -> list[T]:
         return [c for c in self._around if isinstance(c, kind)]

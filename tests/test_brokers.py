@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from arriero.engine.broker import Broker, BrokerError, EdgeEnded
+from arriero.engine.broker import Broker, BrokerError, EdgeEnded, Producer
 from tests.brokers import Engine, assert_depth, edge, eventually, take, take_all
 
 LEASE_S = 0.4
@@ -161,6 +161,50 @@ async def test_puts_on_a_full_edge_wait_and_are_released_in_order(engine: Engine
         assert await eventually(caught_up, within_s=PROMPT_S)
     await asyncio.gather(*puts)
     assert done == list(range(6))
+
+
+async def test_an_offer_is_refused_where_a_put_would_wait_and_leaves_no_trace(engine: Engine) -> None:
+    broker = await engine.declare(edge(messages=2))
+    producer, consumer = broker.producer("rollouts", 0), broker.consumer("rollouts", "reward")
+    assert [await producer.offer(name, b"x") for name in "aab"] == [True, False, True]
+    assert await producer.offer("c", b"x") is None
+    assert await producer.offer("a", b"x") is False  # known, and that counts before the lack of room
+    await (await take(consumer)).ack()
+    assert await eventually(lambda: _offered(producer), within_s=1.0)
+    assert [(await take(consumer)).id for _ in range(2)] == ["b", "c"]
+    engine.leftovers = True
+
+
+async def _offered(producer: Producer) -> bool:
+    return bool(await producer.offer("c", b"x"))
+
+
+async def test_what_a_holder_puts_in_place_of_its_lease_after_the_end_still_arrives(engine: Engine) -> None:
+    first, second = await engine.declare(edge()), await engine.connect()
+    consumers = [broker.consumer("rollouts", "reward") for broker in (first, second)]
+    producers = [broker.producer("rollouts", 0) for broker in (first, second)]
+    await producers[0].put("a0", b"x")
+    held = await take(consumers[0])
+    await producers[0].end()
+    for hop in range(1, 13):
+        waiting = asyncio.create_task(take(consumers[hop % 2]))
+        await asyncio.sleep(0.02 * (hop % 3))
+        assert await producers[1 - hop % 2].offer(f"a{hop}", b"x")
+        await held.ack()
+        held = await waiting
+        assert held.id == f"a{hop}"
+    await held.ack()
+    for consumer in consumers:
+        with pytest.raises(EdgeEnded):
+            await consumer.lease(wait_s=5)
+
+
+async def test_a_log_says_whether_it_has_an_entry(engine: Engine) -> None:
+    broker = await engine.declare(logs=("ledger",))
+    assert not await broker.appended("ledger", "dropped:p")
+    await broker.append("ledger", "dropped:p", b"x")
+    assert await broker.appended("ledger", "dropped:p")
+    assert not await broker.appended("ledger", "dropped:q")
 
 
 async def test_the_slowest_group_holds_the_place(engine: Engine) -> None:

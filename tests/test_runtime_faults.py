@@ -23,9 +23,10 @@ from arriero.engine.memory import MemoryBroker
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer
 from arriero.engine.runtime import WaitTimeout, node, run_role
-from arriero.engine.runtime.inputs import EdgeSource, LoopSource
+from arriero.engine.runtime.inputs import EdgeSource
 from arriero.engine.runtime.journal import Progress, announce, follow_control
 from arriero.engine.runtime.role import Stopped
+from arriero.engine.runtime.versions import LoopSource
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Stream
 from arriero.schemas.graph import Capacity, GraphSpec

@@ -16,6 +16,7 @@ written yet is forgotten and the message delivered again, so consumers must reco
 | who waits      | for what                                        | unblocked by                        |
 |----------------|-------------------------------------------------|-------------------------------------|
 | `put`          | a place on the edge (messages and bytes)         | the slowest group's acknowledgement |
+| `offer`        | nothing: it is refused where `put` would wait     |                                     |
 | `lease`        | a message, or the end of all producers           | `put`, `end`, a lease given back    |
 | `follow`       | the next entry of a log                          | `append`                            |
 """
@@ -126,8 +127,15 @@ class Producer(Protocol):
         """
         ...
 
+    async def offer(self, id: str, payload: bytes) -> bool | None:
+        """As `put`, but None where that would wait: then nothing is stored, and the `id` isn't known."""
+        ...
+
     async def end(self) -> None:
-        """This replica sends nothing more; puts under way are waited for. Durable and idempotent."""
+        """This replica sends nothing more; puts under way are waited for. Durable and idempotent.
+
+        Only a replica that holds a lease of this very edge may still put something in its place.
+        """
         ...
 
 
@@ -163,6 +171,10 @@ class Broker(Protocol):
 
     async def append(self, log: str, id: str, payload: bytes) -> bool:
         """True when the entry is durable, False when its `id` was known: it is appended once."""
+        ...
+
+    async def appended(self, log: str, id: str) -> bool:
+        """Whether the log has an entry `id`."""
         ...
 
     def follow(self, log: str, *, newest_only: bool = False) -> AsyncIterator[bytes]:

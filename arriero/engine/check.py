@@ -14,6 +14,7 @@ from typing import TypeVar
 from arriero.engine.component import HasProblems
 from arriero.engine.errors import GraphError
 from arriero.engine.graph import Graph, Node, node_spec
+from arriero.engine.portable import import_path
 from arriero.engine.rates import (
     ancestors,
     capacities,
@@ -24,6 +25,7 @@ from arriero.engine.rates import (
 )
 from arriero.engine.stream import Loop
 from arriero.schemas.graph import GraphSpec, NodeSpec
+from arriero.schemas.messages import Prompt
 
 T = TypeVar("T")
 
@@ -34,7 +36,8 @@ def check(graph: Graph) -> GraphSpec:
         raise GraphError(f"graph {graph.name} is empty; add components to it")
     _refuse([*_unconnected(graph), *_loop_problems(graph), *_unknown_sources(graph), *_not_portable(graph)])
     spec = graph.spec()
-    places = [p for n in spec.nodes for p in (*_replica_problems(spec, n), *_capacity_problems(spec, n))]
+    looks = (_replica_problems, _capacity_problems, _backlog_problems)
+    places = [p for n in spec.nodes for look in looks for p in look(spec, n)]
     problems = [*_unread_loops(spec), *_closer_problems(spec), *_role_problems(spec), *places]
     problems += _component_problems(graph, spec)
     problems += _caught(partial(repetitions, spec)) or [
@@ -59,6 +62,11 @@ class PlacedView:
     def ranks(self) -> int:
         """How many ranks the node has."""
         return self.node.ranks
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas the node has."""
+        return self.node.replicas
 
     @property
     def staleness(self) -> int | None:
@@ -186,6 +194,19 @@ def _capacity_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
     for what, records in firings.items():
         if records > room:
             yield f"{n.name}: capacity {room}, but {what} {records} records per firing; use {records} or more"
+
+
+def _backlog_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
+    if not n.puts_back:
+        return
+    edges = [i for i in n.inputs if not i.loop]
+    if [(i.record, i.consumes) for i in edges] != [(import_path(Prompt), 1)]:
+        takes = ", ".join(f"{i.consumes} of {i.source}" for i in edges) or "nothing"
+        yield f"{n.name}: it takes {takes}; a node that puts back takes prompts, one by one, and nothing else"
+    if n.produces != 1:
+        yield f"{n.name}: it gives {n.produces} records for a prompt; a node that puts back gives one"
+    if n.ranks > 1:
+        yield f"{n.name}: it puts back, so it has one rank, not {n.ranks}; use replicas"
 
 
 def _component_problems(graph: Graph, spec: GraphSpec) -> Iterator[str]:

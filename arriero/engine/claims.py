@@ -15,7 +15,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -38,6 +38,7 @@ from arriero.engine.broker import (
 from arriero.engine.claim_stores import ClaimStore
 
 T = TypeVar("T")
+S = TypeVar("S", bound=bool | None)
 
 ABOVE_BYTES = 256 << 10
 _MAGIC = b"\x00arriero claim\x00"
@@ -89,6 +90,9 @@ class ClaimChecked:
 
     async def append(self, log: str, id: str, payload: bytes) -> bool:
         return await self.broker.append(log, id, payload)
+
+    async def appended(self, log: str, id: str) -> bool:
+        return await self.broker.appended(log, id)
 
     def follow(self, log: str, *, newest_only: bool = False) -> AsyncIterator[bytes]:
         return self.broker.follow(log, newest_only=newest_only)
@@ -171,8 +175,16 @@ class _Producer:
             self._under_way.discard(done)
             done.set()
 
-    async def _put_claim(self, id: str, payload: bytes) -> bool:
+    async def offer(self, id: str, payload: bytes) -> bool | None:
+        """It looks for room on the edge alone: without room in the store it still has to ask for the id."""
+        if len(payload) <= self._broker.above_bytes and not payload.startswith(_MAGIC):
+            return await self._inner.offer(id, payload)
         decl = await self._broker.edge(self._edge)
+        claim = self._claim(payload, decl, id)
+        await self._write(claim, payload, decl)
+        return await self._kept_if_stored(self._inner.offer(id, _encode(claim)), claim, decl)
+
+    def _claim(self, payload: bytes, decl: EdgeDecl, id: str) -> Claim:
         limit = decl.capacity.bytes - ENVELOPE_BYTES
         if len(payload) > limit:
             raise BrokerError(
@@ -180,15 +192,22 @@ class _Producer:
                 "raise the capacity of its node (bytes)"
             )
         digest = xxhash.xxh3_128_digest(payload)  # tens of GB/s: not worth a thread
-        claim = Claim(uuid.uuid4().hex, len(payload), digest)
+        return Claim(uuid.uuid4().hex, len(payload), digest)
+
+    async def _put_claim(self, id: str, payload: bytes) -> bool:
+        decl = await self._broker.edge(self._edge)
+        claim = self._claim(payload, decl, id)
         if self._store.bounded:
             async with self._line:
                 await self._room_for(len(payload), decl)
                 await self._write(claim, payload, decl)
         else:
             await self._write(claim, payload, decl)
+        return await self._kept_if_stored(self._inner.put(id, _encode(claim)), claim, decl)
+
+    async def _kept_if_stored(self, sent: Awaitable[S], claim: Claim, decl: EdgeDecl) -> S:
         try:
-            stored = await self._inner.put(id, _encode(claim))
+            stored = await sent
         except BrokerError:
             await self._discard(claim, decl)
             raise

@@ -61,6 +61,13 @@ class HasWant(Protocol):
 
 
 @runtime_checkable
+class PutsBack(Protocol):
+    """A component with a `Backlog`: whether it makes use of it, as it is configured."""
+
+    def puts_back(self) -> bool: ...
+
+
+@runtime_checkable
 class HasLimit(Protocol):
     """A component that stops by itself after so many outputs (not counting a version 0); None: never."""
 
@@ -72,6 +79,8 @@ class GraphView(Protocol):
 
     @property
     def ranks(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
     @property
     def staleness(self) -> int | None: ...
     def upstream(self, kind: type[T]) -> list[T]: ...

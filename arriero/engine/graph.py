@@ -27,19 +27,20 @@ from arriero.engine.component import (
     HasRates,
     HasWant,
     PerRecord,
+    PutsBack,
     Rates,
     each,
 )  # fmt: skip
 from arriero.engine.errors import GraphError, one_line
 from arriero.engine.portable import build, fields_to_json, import_path, resolve
-from arriero.engine.ports import default_name, inputs_of, ports, record_type
+from arriero.engine.ports import default_name, inputs_of, ports, puts_back, record_type
 from arriero.engine.stream import Loop, Stream, Versioned
 from arriero.schemas.graph import Capacity, GraphSpec, InputSpec, LoopSpec, NodeSpec, Resources
 from arriero.schemas.messages import Record
 
 __all__ = [
     "Component", "Each", "Evaluation", "Graph", "GraphView", "HasEvaluation", "HasLimit", "HasProblems",
-    "HasRates", "HasWant", "Node", "PerRecord", "Rates", "each", "ports",
+    "HasRates", "HasWant", "Node", "PerRecord", "PutsBack", "Rates", "each", "ports",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -213,7 +214,7 @@ def node_spec(n: Node) -> NodeSpec:
                 for port, s in n.inputs.items()
             ),
             output=import_path(n.output), produces=rates.produces, replicas=n.replicas, ranks=n.ranks,
-            role=n.role, resources=n.resources, capacity=n.capacity,
+            role=n.role, resources=n.resources, capacity=n.capacity, puts_back=puts_back(n.component),
         )  # fmt: skip
     except ValueError as error:
         raise GraphError(f"{n.name}: {one_line(error)}") from error

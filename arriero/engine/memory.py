@@ -39,6 +39,11 @@ class MemoryProducer:
         finally:
             self._under_way.discard(stored)
 
+    async def offer(self, id: str, payload: bytes) -> bool | None:
+        edge = self._edge()
+        check_fits(edge.decl, id, payload)
+        return edge.offer(id, payload)
+
     async def end(self) -> None:
         edge = self._edge()
         if self._under_way:
@@ -151,6 +156,9 @@ class MemoryBroker:
         found.grown.set()
         found.grown = asyncio.Event()
         return True
+
+    async def appended(self, log: str, id: str) -> bool:
+        return id in self._log(log).ids
 
     async def follow(self, log: str, *, newest_only: bool = False) -> AsyncIterator[bytes]:
         found = self._log(log)

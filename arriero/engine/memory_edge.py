@@ -198,6 +198,12 @@ class MemoryEdge:
             if not stored.done():
                 stored.set_result(self._store(key, payload))
 
+    def offer(self, id: str, payload: bytes) -> bool | None:
+        """Store it now, or give None if it had to wait."""
+        if id not in self.known and (self.puts or not self._fits(payload)):
+            return None
+        return self._store(id, payload)
+
     def _fits(self, payload: bytes) -> bool:
         capacity = self.decl.capacity
         return len(self.open) < capacity.messages and self.bytes + len(payload) <= capacity.bytes

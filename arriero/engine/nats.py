@@ -138,6 +138,10 @@ class NatsBroker:
             self._logs.add(log)
         return await append(self._link, self._names, log, id, payload)
 
+    async def appended(self, log: str, id: str) -> bool:
+        wanted: dict[str, object] = {"last_by_subj": self._names.log_subject(log, id)}
+        return await self._get(self._names.log_stream(log), wanted) is not None
+
     def follow(self, log: str, *, newest_only: bool = False) -> AsyncIterator[bytes]:
         return Follower(self._link, self._names, log, newest_only=newest_only).entries()
 

@@ -132,10 +132,11 @@ class NatsEdge:
         """Whether `group` has nothing waiting and at most `own` messages leased.
 
         The count of waiting messages can lag behind the stream for a moment, so the last message of the
-        stream must have been delivered as well.
+        stream must have been delivered as well. The stream is asked second: what a holder puts in place of
+        its lease between both answers then shows as a message that hasn't been delivered.
         """
-        state = (await self.ask(f"STREAM.INFO.{self.stream}"))["state"]
         info = await self.ask(f"CONSUMER.INFO.{self.stream}.{token(group)}")
+        state = (await self.ask(f"STREAM.INFO.{self.stream}"))["state"]
         seen: bool = state["messages"] == 0 or info["delivered"]["stream_seq"] >= state["last_seq"]
         return seen and bool(info["num_pending"] == 0 and info["num_ack_pending"] <= own)
 

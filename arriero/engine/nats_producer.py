@@ -43,6 +43,10 @@ class NatsProducer:
             if not self._under_way:
                 self._idle.set()
 
+    async def offer(self, id: str, payload: bytes) -> bool | None:
+        await self._check(id, payload)
+        return await self._send(id, payload)
+
     async def _check(self, id: str, payload: bytes) -> None:
         decl = await self._edge.decl()
         check_fits(decl, id, payload)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from arriero.engine.rates import capacities, windows
+from arriero.engine.backlog import backlog_edge
+from arriero.engine.rates import backlogs, capacities, windows
 from arriero.schemas.graph import GraphSpec, InputSpec, NodeSpec
 
 BOX_H, GAP_Y, LOOP_H, MARGIN = 52, 38, 40, 28
 LETTER_W = 7  # of 12 px sans-serif, and a little more
 INK, ORANGE = "#4a5568", "#c05621"
+BACKLOG = "Continuation"
 
 
 def mermaid(spec: GraphSpec) -> str:
@@ -20,6 +22,7 @@ def mermaid(spec: GraphSpec) -> str:
     lines += [f'    n_{n.name}["{_title(n)}<br/><small>{_class(n)}</small>"]' for n in spec.nodes]
     for n in spec.nodes:
         lines += [f"    n_{n.name} -->|{_label(i)}| n_{c.name}" for c, i in spec.consumers(n.name)]
+    lines += [f"    n_{n.name} -->|{BACKLOG}| n_{n.name}" for n in spec.nodes if n.puts_back]
     for loop in spec.loops:
         label = f"{_short(loop.record)}, staleness ≤ {loop.staleness}"
         lines += [f"    n_{loop.producer} -.->|{label}| n_{reader}" for reader in _readers(spec, loop.name)]
@@ -28,7 +31,7 @@ def mermaid(spec: GraphSpec) -> str:
 
 def table(spec: GraphSpec) -> list[tuple[str, str, str, str, str]]:
     """Rows (node, consumes, produces, waits for, unblocked by), with a header row first."""
-    limits = capacities(spec)
+    limits, own = capacities(spec), backlogs(spec)
     rows = [("node", "consumes", "produces", "waits for", "unblocked by")]
     for n in spec.nodes:
         readers = [c.name for c, _ in spec.consumers(n.name)]
@@ -39,11 +42,18 @@ def table(spec: GraphSpec) -> list[tuple[str, str, str, str, str]]:
             if n.name in w.sources:
                 waits.append(f"admission by {w.loop}: (version + {w.staleness} + 1) * {w.per_version}")
                 frees.append(w.producer)
+        if n.puts_back:
+            waits.append(
+                f"a {BACKLOG} ({own[backlog_edge(n.name)].messages} records; it never waits for room)"
+            )
+            frees.append(n.name)
         if readers:
             waits.append(f"room on its edge ({limits[n.name].messages} records)")
             frees += readers
         takes = ", ".join(f"{i.consumes} {_short(i.record)}" for i in n.inputs) or "-"
         gives = f"{n.produces} {_short(n.output)}"
+        if n.puts_back:
+            takes, gives = f"{takes} or 1 {BACKLOG}", f"{gives} or 1 {BACKLOG}"
         rows.append((n.name, takes, gives, "; ".join(waits), ", ".join(dict.fromkeys(frees))))
     return rows
 
@@ -55,7 +65,8 @@ def svg(spec: GraphSpec) -> str:
     width = max(x for x, _ in place.values()) + box + MARGIN
     bottom = max(y for _, y in place.values()) + BOX_H
     height = bottom + MARGIN + LOOP_H * len(spec.loops)
-    body = [*_edges(spec, place, box), *_loops(spec, place, box, bottom), *_boxes(spec, place, box)]
+    body = [*_edges(spec, place, box), *_backlogs(spec, place, box), *_loops(spec, place, box, bottom)]
+    body += _boxes(spec, place, box)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="12">\n'
@@ -121,6 +132,16 @@ def _edges(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int) -> Iter
                 'marker-end="url(#tip)"/>'
             )
             yield _text(half, (y1 + y2) // 2 - 6, _label(i), INK)
+
+
+def _backlogs(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int) -> Iterator[str]:
+    for x, y in (place[n.name] for n in spec.nodes if n.puts_back):
+        right, left, top = x + 2 * box // 3, x + box // 3, y - 26
+        yield (
+            f'<path d="M{right} {y}C{right} {top} {left} {top} {left} {y}" fill="none" stroke="{INK}" '
+            'marker-end="url(#tip)"/>'
+        )
+        yield _text(x + box // 2, y - 22, BACKLOG, INK)
 
 
 def _loops(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int, bottom: int) -> Iterator[str]:

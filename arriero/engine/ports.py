@@ -17,7 +17,8 @@ from collections.abc import (
 )
 from typing import Any, TypeGuard
 
-from arriero.engine.component import Each, PerRecord
+from arriero.engine.backlog import Backlog
+from arriero.engine.component import Each, PerRecord, PutsBack
 from arriero.engine.errors import GraphError
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Dropped, Record
@@ -41,6 +42,8 @@ def ports(component: object) -> tuple[dict[str, type[Record]], type[Record]]:
     if not inspect.isasyncgenfunction(run):
         raise GraphError(f"{kind}.run is no async generator; make it `async def` with `yield`")
     takes, gives = _annotations(run, skip=1)
+    if takes.pop("backlog", Backlog) is not Backlog:
+        raise GraphError(f"{kind}.run: backlog is the name of a node's own edge; annotate it as Backlog")
     for port, hint in takes.items():
         if typing.get_origin(hint) is not Stream:
             raise GraphError(f"{kind}.run: {port} is a {_text(hint)}; annotate it as Stream[...] of a record")
@@ -50,6 +53,22 @@ def ports(component: object) -> tuple[dict[str, type[Record]], type[Record]]:
         port: record_type(typing.get_args(hint)[0], f"{kind}.run: {port}") for port, hint in takes.items()
     }
     return records, record_type(typing.get_args(gives)[0], f"{kind}.run")
+
+
+def puts_back(component: object) -> bool:
+    """Whether the component, as configured, puts records back on an edge of its own.
+
+    Raises GraphError if it means to and its `run` takes no backlog.
+    """
+    if not isinstance(component, PutsBack) or not component.puts_back():
+        return False
+    run = getattr(type(component), "run", None)
+    if run is None or "backlog" not in inspect.signature(run).parameters:
+        kind = type(component).__name__
+        raise GraphError(
+            f"{kind}.puts_back() is true; give {kind}.run a parameter backlog: Backlog = NO_BACKLOG"
+        )
+    return True
 
 
 def _function_ports(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from arriero.engine.backlog import backlog_edge
 from arriero.engine.errors import GraphError
 from arriero.schemas.graph import Capacity, GraphSpec, InputSpec, LoopSpec, NodeSpec
 
@@ -71,6 +72,17 @@ def capacities(spec: GraphSpec) -> dict[str, Capacity]:
     """
     counts, admitted = _repetitions(spec), windows(spec)
     return {n.name: n.capacity or _default_capacity(spec, n, counts, admitted) for n in spec.nodes}
+
+
+def backlogs(spec: GraphSpec) -> dict[str, Capacity]:
+    """Capacity of the edge that a node puts back on: room for all prompts that the loops admit, twice.
+
+    For a moment a continuation lies beside the one whose place it takes. Nobody waits for room on such an
+    edge, so it adds nothing to the flow of records and no way to a deadlock.
+    """
+    names = [n.name for n in spec.nodes if n.puts_back]
+    most = max((w.limit(0, 0) for w in windows(spec)), default=0) if names else 0
+    return {backlog_edge(name): Capacity(messages=2 * max(most, 16)) for name in names}
 
 
 def run_symbolically(spec: GraphSpec, capacity: Mapping[str, Capacity]) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import cast
 
+from arriero.engine.backlog import backlog_edge
 from arriero.engine.broker import Broker, DeadLetter
 from arriero.engine.codec import CodecError, decode
 from arriero.engine.portable import resolve
 from arriero.engine.runtime.journal import record
+from arriero.schemas.continuations import Continuation
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import DroppedEvent
 from arriero.schemas.messages import Record
@@ -34,15 +36,20 @@ class Burials:
                 await record(broker, self._event(letter))
 
     def _event(self, letter: DeadLetter) -> DroppedEvent:
-        kind = cast("type[Record]", resolve(self._spec.node(letter.edge).output))
+        parent = letter.id
         try:
-            origins = decode(letter.payload, kind).origins
+            if letter.edge == backlog_edge(letter.group.rpartition("-")[0]):
+                continuation = decode(letter.payload, Continuation)
+                parent, origins = continuation.prompt.id, continuation.origins
+            else:
+                kind = cast("type[Record]", resolve(self._spec.node(letter.edge).output))
+                origins = decode(letter.payload, kind).origins
         except CodecError:  # it names no prompts: the run ends on the count of dead letters, or at its bound
             origins = ()
         detail = letter.error or f"given up after {letter.deliveries} deliveries that nobody answered"
         return DroppedEvent(
             node=letter.group.rpartition("-")[0],
-            parent=letter.id,
+            parent=parent,
             origins=origins,
             reason="dead_letter",
             detail=detail,

@@ -21,12 +21,13 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from arriero.engine.backlog import backlog_edge
 from arriero.engine.broker import Broker, BrokerError, EdgeDecl
 from arriero.engine.claim_stores import FolderStore
 from arriero.engine.errors import UserError
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer, start_server
-from arriero.engine.rates import capacities
+from arriero.engine.rates import backlogs, capacities
 from arriero.launchers.parent import die_with_launcher
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
@@ -46,19 +47,20 @@ class HubAddress(Message):
 
 
 def edges(spec: GraphSpec, options: RunOptions) -> list[EdgeDecl]:
-    """One edge per node that has consumers; a group per port that reads it."""
-    capacity = capacities(spec)
+    """One edge per node that has consumers, with a group per port that reads it; one per backlog."""
+    readers = {n.name: tuple(f"{c.name}-{i.port}" for c, i in spec.consumers(n.name)) for n in spec.nodes}
+    between = [(name, spec.node(name), room) for name, room in capacities(spec).items() if readers[name]]
+    own = [(backlog_edge(n.name), n, backlogs(spec)[backlog_edge(n.name)]) for n in spec.nodes if n.puts_back]
     return [
         EdgeDecl(
-            name=n.name,
-            groups=groups,
-            producers=n.replicas,
-            capacity=capacity[n.name],
+            name=name,
+            groups=readers.get(name, (name,)),
+            producers=node.replicas,
+            capacity=room,
             lease_s=options.lease_s,
             max_deliveries=options.max_deliveries,
         )
-        for n in spec.nodes
-        if (groups := tuple(f"{c.name}-{i.port}" for c, i in spec.consumers(n.name)))
+        for name, node, room in (*between, *own)
     ]
 
 

@@ -3,6 +3,7 @@
 | watched             | noticed                         | says                                     |
 |---------------------|---------------------------------|------------------------------------------|
 | processes (pidfd)   | at once                         | killed by signal, exit code, left early  |
+|                     |                                 | (some are started again: `Restarts`)     |
 | control log         | at once                         | a node's error and traceback             |
 | heartbeats          | `liveness_s` after the last one | who is silent, and the wait graph        |
 | dead letters        | within 5 s                      | nothing: it writes them into the ledger  |
@@ -15,16 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
 from arriero.engine.broker import Broker, BrokerError
-from arriero.engine.rates import capacities
+from arriero.engine.rates import backlogs, capacities
 from arriero.engine.runtime.journal import follow_control
 from arriero.launchers.burials import Burials
 from arriero.launchers.failures import Failure, exited, killed, node_failed, raised, silent
 from arriero.launchers.local import Process
+from arriero.launchers.restarts import Restarts
 from arriero.launchers.vitals import Vitals, wait_graph
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Ended
@@ -39,9 +42,15 @@ _BURIALS_S = 5.0
 
 
 class Supervisor:
-    """Watches one run. `processes` is empty when all nodes run in this process."""
+    """Watches one run. `processes` is empty when all nodes run in this process; `start` starts one again."""
 
-    def __init__(self, spec: GraphSpec, options: RunOptions, processes: Sequence[Process]) -> None:
+    def __init__(
+        self,
+        spec: GraphSpec,
+        options: RunOptions,
+        processes: Sequence[Process],
+        start: Callable[[str], Process] | None = None,
+    ) -> None:
         self._spec, self._options = spec, options
         self._processes = {p.name: p for p in processes}
         self.vitals = Vitals(spec)
@@ -49,7 +58,8 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._ended: set[tuple[str, int]] = set()  # node, replica
         self._gone: set[str] = set()
-        self._started = time.monotonic()
+        self.restarts = Restarts(spec, options, start)
+        self._broker: Broker | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     # --- what is watched ----------------------------------------------------------------------------------
@@ -60,12 +70,14 @@ class Supervisor:
 
     def watch_run(self, broker: Broker, on_poll: Callable[[], None]) -> None:
         """From now on control log and heartbeats count too; `on_poll` is called when `vitals` are new."""
+        self._broker = broker
         self._tasks.append(asyncio.create_task(self._guarded(self._follow_control(broker))))
         self._tasks.append(asyncio.create_task(self._guarded(self._watch_vitals(broker, on_poll))))
 
     def fail(self, failure: Failure) -> None:
         """Something went wrong that the caller has seen."""
         self._failures.append(failure)
+        self.restarts.over = True
         self._changed.set()
 
     @property
@@ -120,6 +132,9 @@ class Supervisor:
 
     async def _watch(self, p: Process) -> None:
         code = await exit_code(p)
+        if code < 0 and self._broker is not None and self.restarts.may(p):
+            await self._guarded(self._start_again(p, self._broker, -code))
+            return
         self._gone.add(p.name)
         self._changed.set()
         if code < 0:
@@ -129,6 +144,10 @@ class Supervisor:
         await asyncio.sleep(SETTLE_S / 2)
         if code != 0 or p.hub or not self._role_ended(p.role, p.replica):
             self.fail(exited(p.name, code, p.log))
+
+    async def _start_again(self, p: Process, broker: Broker, number: int) -> None:
+        again = self._processes[p.name] = await self.restarts.again(p, broker, number)
+        self._tasks.append(asyncio.create_task(self._watch(again)))
 
     async def _follow_control(self, broker: Broker) -> None:
         async for message in follow_control(broker):
@@ -180,15 +199,22 @@ class Supervisor:
         }
 
     def _age_s(self, key: str) -> float:
-        pulse = self.vitals.pulses.get(key)
-        return pulse.age_s if pulse else time.monotonic() - self._started
+        return self._pulse_age_s(key) or self.restarts.age_s(key.rpartition("-")[0])
 
     def _bound_s(self, key: str) -> float:
         bound = self._options.liveness_s
-        return bound if key in self.vitals.pulses else max(bound, _START_S)
+        return bound if self._pulse_age_s(key) is not None else max(bound, _START_S)
+
+    def _pulse_age_s(self, key: str) -> float | None:
+        """None if the process that runs now hasn't been heard of."""
+        pulse = self.vitals.pulses.get(key)
+        return pulse.age_s if pulse and pulse.age_s < self.restarts.age_s(key.rpartition("-")[0]) else None
 
     def _say_silent(self, key: str) -> None:
         name, _, rank = key.rpartition("-")
+        if (p := self._processes.get(name)) is not None and self.restarts.may(p):
+            p.signal(signal.SIGKILL)  # its end is seen, and it starts again
+            return
         shown = name if rank == "0" else f"{name} rank {rank}"
         self.fail(silent(shown, self._age_s(key), self._bound_s(key), self._log(name), self._waits()))
 
@@ -196,7 +222,8 @@ class Supervisor:
         return self._processes[name].log if name in self._processes else None
 
     def _waits(self) -> str:
-        return wait_graph(self._spec, self.vitals, {n: c.messages for n, c in capacities(self._spec).items()})
+        room = capacities(self._spec) | backlogs(self._spec)
+        return wait_graph(self._spec, self.vitals, {n: c.messages for n, c in room.items()})
 
 
 async def exit_code(p: Process) -> int:

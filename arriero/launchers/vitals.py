@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from arriero.engine.backlog import backlog_edge
 from arriero.engine.broker import Broker, Depth
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import NodeStatus, RoleStatus
@@ -26,6 +27,7 @@ class Vitals:
     def __init__(self, spec: GraphSpec) -> None:
         self._spec = spec
         self._edges = [n.name for n in spec.nodes if spec.consumers(n.name)]
+        self._edges += [backlog_edge(n.name) for n in spec.nodes if n.puts_back]
         self.pulses: dict[str, Pulse] = {}
         self.depths: dict[str, Depth] = {}
 
@@ -77,7 +79,7 @@ def wait_graph(spec: GraphSpec, vitals: Vitals, capacity: dict[str, int]) -> str
         groups = ", ".join(
             f"{g}: {depth.waiting[g]} waiting, {depth.leased[g]} leased" for g in depth.waiting
         )
-        lines.append(f"  {name:<14} {depth.messages} of {capacity[name]} messages ({groups})")
+        lines.append(f"  {name:<17} {depth.messages} of {capacity[name]} messages ({groups})")
     return "\n".join(lines)
 
 

@@ -37,7 +37,10 @@ class Resources(Message):
 
 
 class NodeSpec(Message):
-    """A component in its place. `component` is `module:Class`, `config` its fields as JSON."""
+    """A component in its place. `component` is `module:Class`, `config` its fields as JSON.
+
+    `puts_back`: it has an edge of its own, on which its replicas put what any of them may go on with.
+    """
 
     name: str
     component: str
@@ -50,6 +53,7 @@ class NodeSpec(Message):
     role: str
     resources: Resources = Resources()
     capacity: Capacity | None = None
+    puts_back: bool = False
 
 
 class LoopSpec(Message):

@@ -132,3 +132,11 @@ def trained(node: str, weights: Weights, batch: Record) -> Trained:
         reward_mean=float(np.mean([s.reward for s in samples])) if samples else 0.0,
         metrics=weights.metrics,
     )  # fmt: skip
+
+
+def sampled_tokens(output: Record) -> int:
+    return sum(int(r.mask.sum()) for r in output.rollouts) if isinstance(output, RolloutGroup) else 0
+
+
+def trained_tokens(batch: Record) -> int:
+    return sum(int(s.mask.sum()) for s in batch.samples) if isinstance(batch, Batch) else 0

@@ -1,7 +1,7 @@
-"""The two things that stand behind a `Stream` while a component runs: an edge, and a loop.
+"""What stands behind a `Stream` of an edge while a component runs.
 
-An edge leases a few records ahead (`want`) and decodes them. At the moment a component takes one, `accept`
-may refuse it (stale, held out) and answer for it itself. A loop keeps the newest version.
+It leases a few records ahead (`want`) and decodes them. At the moment a component takes one, `accept` may
+refuse it (stale, held out) and answer for it itself.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from arriero.engine.broker import Broker, BrokerError, Consumer, EdgeEnded, Lease
+from arriero.engine.broker import BrokerError, Consumer, EdgeEnded, Lease
 from arriero.engine.codec import CodecError, decode
 from arriero.engine.runtime.waits import NodeClock
-from arriero.schemas.messages import Record, Weights
+from arriero.schemas.messages import Record
 
 R = TypeVar("R", bound=Record)
 _log = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ _REMEMBERED = 1 << 16
 Accept = Callable[[Lease, R], R | None]
 Poisoned = Callable[[Lease, str], Awaitable[None]]
 Again = Callable[[Lease], None]
+Settled = Callable[[Lease, R], Awaitable[bool]]
 
 
 class EdgeSource(Generic[R]):
@@ -39,6 +40,10 @@ class EdgeSource(Generic[R]):
     | returned | the node (`forget`, then nack and `came_back`), or `stop`: leased again |
 
     A record that is delivered once more while it is taken or answered is not shown to the component again.
+    Nor is one that a lost holder left behind, if `settled` finds its answer or sees to it. Leasing begins
+    with `start`, or when the component first asks; `on_demand`: it goes on only while the component asks.
+
+    `key`: what a taken record is called; its id, unless several records are about the same thing.
     """
 
     def __init__(
@@ -53,7 +58,12 @@ class EdgeSource(Generic[R]):
         again: Again,
         want: int,
         max_deliveries: int,
+        settled: Settled[R] | None = None,
+        key: Callable[[R], str] = lambda record: record.id,
+        on_demand: bool = False,
     ) -> None:
+        self._settled, self._key, self._on_demand = settled, key, on_demand
+        self._asked = not on_demand
         self._consumer, self._kind, self.name, self._clock = consumer, kind, name, clock
         self._accept, self._poisoned, self._again = accept, poisoned, again
         self._want, self._max_deliveries = want, max_deliveries
@@ -63,12 +73,33 @@ class EdgeSource(Generic[R]):
         self._ahead = self._leasing = self._returns = 0
         self._over = False  # as far as the last lease call knows
         self._changed, self._room, self._reopened = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._emptier = asyncio.Event()
         self._error: BaseException | None = None
         self._fetchers: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to lease; `stop` ends it."""
-        self._fetchers = [asyncio.create_task(self._fetch()) for _ in range(min(self._want, _MOST_AT_ONCE))]
+        """Begin to lease; `stop` and `close` end it. Idempotent."""
+        if not self._fetchers and not self._over:
+            number = min(self._want, _MOST_AT_ONCE)
+            self._fetchers = [asyncio.create_task(self._fetch()) for _ in range(number)]
+
+    async def close(self) -> None:
+        """The component wants no more: what was leased ahead is given back, and the stream has ended."""
+        for task in self._fetchers:
+            task.cancel()
+        await asyncio.gather(*self._fetchers, return_exceptions=True)
+        ahead = [lease for lease, _ in self._ready]
+        self._ready.clear()
+        self._over = True
+        self._changed.set()
+        self._emptier.set()
+        await asyncio.gather(*(give_back(lease, self._max_deliveries) for lease in ahead))
+
+    async def emptied(self) -> None:
+        """Until nothing more comes and nothing taken is without an answer."""
+        while not self.ended or self.taken:
+            self._emptier.clear()
+            await self._emptier.wait()
 
     async def stop(self) -> None:
         """Lease nothing more and give back what has no answer."""
@@ -99,6 +130,14 @@ class EdgeSource(Generic[R]):
                 return record
 
     def poll(self) -> R | None:
+        if (record := self.ready()) is None and not (self._on_demand and self._ahead):
+            self.start()
+            self._asked = True
+            self._room.set()
+        return record
+
+    def ready(self) -> R | None:
+        """A record that has been leased for the component already."""
         if self._error is not None:
             raise self._error
         while self._ready:
@@ -111,10 +150,11 @@ class EdgeSource(Generic[R]):
 
     def answer(self, key: str) -> None:
         """The taken record `key` has its answer."""
-        if self.taken.pop(key, None) is not None:
-            self._answered[key] = None
+        if (held := self.taken.pop(key, None)) is not None:
+            self._answered[held[1].id] = None
             if len(self._answered) > _REMEMBERED:
                 del self._answered[next(iter(self._answered))]
+            self._emptier.set()
 
     def forget(self, key: str) -> Lease:
         """The lease of the taken record `key`, which is about to be given back."""
@@ -130,15 +170,17 @@ class EdgeSource(Generic[R]):
         lease, arrived = self._ready.popleft()
         self._ahead -= 1
         self._room.set()
-        if (held := self.taken.get(arrived.id)) is not None:
-            self.taken[arrived.id] = (lease, held[1])
+        if (held := self.taken.get(self._key(arrived))) is not None:
+            if held[1].id != arrived.id:  # somebody has put it further; our work on it counts as well
+                self._again(held[0])
+            self.taken[self._key(arrived)] = (lease, arrived)
             return None
         if arrived.id in self._answered:
             self._again(lease)
             return None
         if (record := self._accept(lease, arrived)) is None:
             return None
-        self.taken[record.id] = (lease, record)
+        self.taken[self._key(record)] = (lease, record)
         self._clock.start()
         self._clock.taken += 1
         return record
@@ -146,10 +188,11 @@ class EdgeSource(Generic[R]):
     async def _fetch(self) -> None:
         try:
             while True:
-                while self._ahead >= self._want:
+                while self._ahead >= self._want or not self._asked:
                     self._room.clear()
                     await self._room.wait()
                 self._ahead += 1
+                self._asked = not self._on_demand
                 ready = await self._fetch_one()
                 self._ahead -= not ready
                 while self._over:
@@ -158,6 +201,7 @@ class EdgeSource(Generic[R]):
             self._error = error
         finally:
             self._changed.set()
+            self._emptier.set()
 
     async def _fetch_one(self) -> bool:
         """Whether a record is ready that wasn't."""
@@ -167,11 +211,14 @@ class EdgeSource(Generic[R]):
             if (lease := await self._consumer.lease(wait_s=_LEASE_WAIT_S)) is None:
                 return False
             try:
-                self._ready.append((lease, decode(lease.payload, self._kind)))
+                arrived = decode(lease.payload, self._kind)
             except CodecError as error:
                 await self._poisoned(lease, str(error))
                 self.came_back()
                 return False
+            if await self._needs_nothing(lease, arrived):
+                return False
+            self._ready.append((lease, arrived))
         except EdgeEnded:
             if returns == self._returns:  # nothing was given back since we asked
                 self._over = True
@@ -180,73 +227,15 @@ class EdgeSource(Generic[R]):
         finally:
             self._leasing -= 1
             self._changed.set()
+            self._emptier.set()
         return True
 
-
-class LoopSource:
-    """Versions of a loop: the newest, and the few before it that the weight plane still holds."""
-
-    def __init__(
-        self, broker: Broker, log: str, kind: type[Weights], *, name: str, clock: NodeClock, keep: int
-    ) -> None:
-        self._broker, self._log, self._kind, self.name, self._clock = broker, log, kind, name, clock
-        self._kept: dict[int, Weights] = {}
-        self._keep = keep
-        self._newest = self._taken = -1
-        self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._error: BaseException | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._follow())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def next(self) -> Weights:
-        while (record := self.poll()) is None:
-            await self._wait(f"a version of {self.name} after {self._taken}")
-        return record
-
-    def poll(self) -> Weights | None:
-        if self._error is not None:
-            raise self._error
-        if self._newest <= self._taken:
-            return None
-        self._taken = self._newest
-        return self._kept[self._newest]
-
-    async def at(self, version: int) -> Weights:
-        while self._newest < version:
-            await self._wait(f"version {version} of {self.name}")
-        self._taken = max(self._taken, version)
-        if version not in self._kept:
-            raise LookupError(
-                f"version {version} of {self.name} is no longer kept; the newest is {self._newest}"
-            )
-        return self._kept[version]
-
-    async def _wait(self, what: str) -> None:
-        """Until something has changed since the caller looked: between its look and the wait nothing runs."""
-        if self._error is not None:
-            raise self._error
-        self._changed.clear()
-        await self._clock.wait(self._changed.wait(), what)
-
-    async def _follow(self) -> None:
-        try:
-            async for payload in self._broker.follow(self._log, newest_only=self._keep == 1):
-                record = decode(payload, self._kind)
-                self._kept[record.version] = record
-                self._newest = max(self._newest, record.version)
-                for version in [v for v in self._kept if v <= self._newest - self._keep]:
-                    del self._kept[version]
-                self._changed.set()
-        except Exception as error:  # noqa: BLE001  # carried to the component's coroutine, which raises it
-            self._error = error
-            self._changed.set()
+    async def _needs_nothing(self, lease: Lease, arrived: R) -> bool:
+        """Whether a record of a lost holder has its answer by now."""
+        if lease.deliveries == 1 or self._settled is None or arrived.id in self._answered:
+            return False
+        held = self.taken.get(self._key(arrived))
+        return (held is None or held[1].id != arrived.id) and await self._settled(lease, arrived)
 
 
 async def give_back(lease: Lease, max_deliveries: int) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from arriero.engine.broker import Broker, Lease
-from arriero.engine.rates import Window
+from arriero.engine.graph import HasWant, Node, PerRecord
+from arriero.engine.rates import Window, repetitions, windows
 from arriero.engine.runtime.guard import dropped, held_out, stale_groups
-from arriero.engine.runtime.journal import record
+from arriero.engine.runtime.journal import dropped_already, record
 from arriero.engine.runtime.outputs import Outbox
+from arriero.engine.stream import Loop
+from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import DroppedEvent
 from arriero.schemas.messages import Batch, Record
+
+_RECORDS_AHEAD = 4  # hides the way to the engine and back behind the work on a record
 
 
 class Intake:
@@ -56,6 +62,13 @@ class Intake:
         """A second delivery of what the node has answered already."""
         self._outbox.acknowledge_again(lease)
 
+    async def settled(self, lease: Lease, arrived: Record) -> bool:
+        """See to a record that a lost holder left behind: true if it was dropped."""
+        if not await dropped_already(self._broker, arrived.id):
+            return False
+        await lease.ack()
+        return True
+
     async def poisoned(self, lease: Lease, error: str) -> None:
         """A record that can't be decoded."""
         await self.failed(lease, (), error)
@@ -68,3 +81,18 @@ class Intake:
             )
             await record(self._broker, event)
         await lease.nack(error)
+
+
+def want(spec: GraphSpec, node: Node, port: str) -> int:
+    """Records leased ahead: what a firing takes, a few for a component that takes one after the other.
+
+    A component that works on many at once says how many; but a replica takes no more than its share of a
+    version, or it would leave the others idle.
+    """
+    if isinstance(node.component, HasWant):
+        followed = {s.source for s in node.inputs.values() if isinstance(s, Loop)}
+        shares = [math.ceil(w.per_version / node.replicas) for w in windows(spec) if w.loop in followed]
+        return max(1, min([node.component.want(), *shares]))
+    if isinstance(node.component, PerRecord):
+        return min(_RECORDS_AHEAD, math.ceil(repetitions(spec)[node.name] / node.replicas))
+    return max(1, node.rates.consumes.get(port, 1))

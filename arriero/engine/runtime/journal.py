@@ -41,6 +41,11 @@ async def record(broker: Broker, event: Event) -> None:
     await broker.append(LEDGER_LOG, event_id(event), EVENT.dump_json(event))
 
 
+async def dropped_already(broker: Broker, parent: str) -> bool:
+    """Whether the ledger says that the record `parent` goes no further."""
+    return await broker.appended(LEDGER_LOG, f"dropped:{parent}")
+
+
 async def follow_ledger(broker: Broker) -> AsyncIterator[Event]:
     """All events from the first on, without end."""
     async for payload in broker.follow(LEDGER_LOG):

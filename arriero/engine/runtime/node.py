@@ -11,35 +11,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from arriero.engine.backlog import Backlog
 from arriero.engine.broker import Broker, Lease
-from arriero.engine.graph import Graph, HasWant, Node, PerRecord
-from arriero.engine.rates import repetitions, windows
+from arriero.engine.graph import Graph, PerRecord
 from arriero.engine.runtime.context import Context, enter
-from arriero.engine.runtime.guard import Ahead, guarded, trained
-from arriero.engine.runtime.inputs import EdgeSource, LoopSource
-from arriero.engine.runtime.intake import Intake
+from arriero.engine.runtime.guard import Ahead, guarded, sampled_tokens, trained, trained_tokens
+from arriero.engine.runtime.handover import Handover
+from arriero.engine.runtime.inputs import EdgeSource
+from arriero.engine.runtime.intake import Intake, want
 from arriero.engine.runtime.journal import Progress, follow_ledger
 from arriero.engine.runtime.outputs import Outbox
 from arriero.engine.runtime.provenance import check_kind, check_place, child_id, origins_of, parents_of
+from arriero.engine.runtime.versions import LoopSource
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Loop, Source, Stream
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import DroppedEvent, Event, loop_log
-from arriero.schemas.messages import Batch, Dropped, Record, RolloutGroup, Weights
+from arriero.schemas.messages import Dropped, Record, Weights
 from arriero.schemas.run import RunOptions
 
 if TYPE_CHECKING:
     from arriero.engine.runtime.spmd import World
 
 _log = logging.getLogger(__name__)
-_RECORDS_AHEAD = 4  # hides the way to the engine and back behind the work on a record
 LEAVE_S = 5.0  # for a component to clean up; one that computes in a thread can't be broken off
 
 
@@ -66,6 +66,7 @@ class NodeRunner:
         self._produces = node.rates.produces
         self._edges: dict[str, EdgeSource[Any]] = {}
         self._loop_inputs: list[LoopSource] = []
+        self._handover: Handover | None = None
         self._children: Counter[tuple[str, ...]] = Counter()
         self._version = 0  # the last that this node has made
         window = guarded(spec, name)
@@ -87,16 +88,29 @@ class NodeRunner:
             version=lambda: self._ahead.version if self._ahead else self._version,
             max_deliveries=options.max_deliveries,
         )
+        if spec.node(name).puts_back:
+            self._handover = Handover(
+                name,
+                broker,
+                self.outbox,
+                replica=context.replica,
+                clock=self.clock,
+                consumers_left=progress.consumers_left.get(name),
+                max_deliveries=options.max_deliveries,
+            )
 
     # --- its life -----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """To the end of the inputs, or until the component is done. Raises the first error as it was."""
         enter(self.context)
-        streams = {port: self._stream(port, stream) for port, stream in self.node.inputs.items()}
+        streams: dict[str, Any] = {p: self._stream(p, stream) for p, stream in self.node.inputs.items()}
+        if self._handover is not None:
+            streams["backlog"] = self._backlog(self._handover)
         watchers: list[asyncio.Task[None]] = []
         if self.world.rank == 0:
-            for source in self._sources():
+            # With a backlog a replica leases only from where its component asks for something.
+            for source in self._loop_inputs if self._handover else self._sources():
                 source.start()
             watchers = [asyncio.create_task(w) for w in self._watches()]
         work = asyncio.create_task(self._work(streams), name=self.node.name)
@@ -119,24 +133,31 @@ class NodeRunner:
 
     def _watches(self) -> list[Coroutine[Any, Any, None]]:
         """What runs beside the component; an error in it ends the node."""
-        return [self._follow_ahead(self._ahead)] if self._ahead else []
+        watches: list[Coroutine[Any, Any, None]] = []
+        if self._ahead is not None:
+            watches.append(self._follow_ahead(self._ahead))
+        if self._handover is not None:
+            watches.append(self._handover.end_with_the_prompts())
+        return watches
 
     async def _follow_ahead(self, ahead: Ahead) -> None:
         async for event in follow_ledger(self.broker):
             ahead.apply(event)
 
-    async def _work(self, streams: dict[str, Stream[Any]]) -> None:
+    async def _work(self, streams: dict[str, Any]) -> None:
         try:
             await self._drive(streams)
         except SystemExit as error:  # would end the process in the middle of everything, perhaps with code 0
             raise RuntimeError(f"{self.node.name} called sys.exit({error.code!r}); raise an error") from error
         await self.outbox.flush()
         self._nothing_swallowed()
+        if self._handover is not None:
+            await self._handover.end()
         if self._has_consumers and self.world.rank == 0:
             end = self.broker.producer(self.node.name, self.context.replica).end()
             await self.clock.wait(end, "the end of its edge to be durable")
 
-    async def _drive(self, streams: dict[str, Stream[Any]]) -> None:
+    async def _drive(self, streams: dict[str, Any]) -> None:
         component: object = self.node.component
         if isinstance(component, PerRecord) and self.world.ranks == 1:
             await self._apply_each(cast("PerRecord[Record, Record]", component))
@@ -190,7 +211,7 @@ class NodeRunner:
         """Hand a stamped output to the outbox with the leases it answers; `first` is recorded before it."""
         taken = self._taken()
         self.clock.given += 1
-        self.clock.tokens += _sampled_tokens(output)
+        self.clock.tokens += sampled_tokens(output)
         self._children[parents] += 1
         beside: Event | None = None
         if isinstance(output, Weights):
@@ -198,7 +219,7 @@ class NodeRunner:
             if parents:
                 batch = taken[parents[0]]
                 beside = trained(self.node.name, output, batch)
-                self.clock.tokens += _trained_tokens(batch)
+                self.clock.tokens += trained_tokens(batch)
         if self._ahead is not None:
             self._ahead.gave(output)
         answered = parents if self._children[parents] >= self._produces else ()
@@ -244,10 +265,16 @@ class NodeRunner:
                 accept=self.intake.accept,
                 poisoned=self.intake.poisoned,
                 again=self.intake.again,
-                want=_want(self.spec, self.node, port),
+                want=want(self.spec, self.node, port),
                 max_deliveries=self.options.max_deliveries,
+                settled=self._handover.settled if self._handover else self.intake.settled,
             )
         return Stream(stream.source, stream.record, live)
+
+    def _backlog(self, handover: Handover) -> Backlog:
+        (prompts,) = self._edges.values()
+        self._edges["backlog"] = handover.connect(prompts, self.intake)
+        return Backlog(handover)
 
     def _taken(self) -> dict[str, Record]:
         return {key: record for s in self._edges.values() for key, (_, record) in s.taken.items()}
@@ -278,26 +305,3 @@ async def _first_error(work: asyncio.Task[None], *others: asyncio.Future[None]) 
     if work.cancelled():
         raise RuntimeError(f"{work.get_name()} was cancelled from inside: something it waited for was")
     work.result()
-
-
-def _want(spec: GraphSpec, node: Node, port: str) -> int:
-    """Records leased ahead: what a firing takes, a few for a component that takes one after the other.
-
-    A component that works on many at once says how many; but a replica takes no more than its share of a
-    version, or it would leave the others idle.
-    """
-    if isinstance(node.component, HasWant):
-        followed = {s.source for s in node.inputs.values() if isinstance(s, Loop)}
-        shares = [math.ceil(w.per_version / node.replicas) for w in windows(spec) if w.loop in followed]
-        return max(1, min([node.component.want(), *shares]))
-    if isinstance(node.component, PerRecord):
-        return min(_RECORDS_AHEAD, math.ceil(repetitions(spec)[node.name] / node.replicas))
-    return max(1, node.rates.consumes.get(port, 1))
-
-
-def _sampled_tokens(output: Record) -> int:
-    return sum(int(r.mask.sum()) for r in output.rollouts) if isinstance(output, RolloutGroup) else 0
-
-
-def _trained_tokens(batch: Record) -> int:
-    return sum(int(s.mask.sum()) for s in batch.samples) if isinstance(batch, Batch) else 0

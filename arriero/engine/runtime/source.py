@@ -11,7 +11,6 @@ from arriero.engine.graph import Evaluation, Graph, HasEvaluation, HasLimit
 from arriero.engine.rates import windows
 from arriero.engine.runtime.gate import Gate
 from arriero.engine.runtime.node import NodeRunner
-from arriero.engine.stream import Stream
 from arriero.schemas.ledger import Admitted
 from arriero.schemas.messages import Dropped, Example, Prompt, Record
 
@@ -36,7 +35,7 @@ class SourceRunner(NodeRunner):
     def _watches(self) -> list[Coroutine[Any, Any, None]]:
         return [self._gate.follow(self.broker), self._wake_at_end()]
 
-    async def _drive(self, streams: dict[str, Stream[Any]]) -> None:
+    async def _drive(self, streams: dict[str, Any]) -> None:
         gate = self._gate
         self.clock.start()
         await self._evaluate(0)

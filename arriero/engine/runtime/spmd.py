@@ -105,7 +105,7 @@ class SharedSource:
 class RankRunner(NodeRunner):
     """Runs a node on one of several ranks; only rank 0 leases, publishes and acknowledges."""
 
-    async def _drive(self, streams: dict[str, Stream[Any]]) -> None:
+    async def _drive(self, streams: dict[str, Any]) -> None:
         await self.world.join(self.node.name)
         await super()._drive(streams)
 
