@@ -91,7 +91,7 @@ def test_each_version_is_a_line_of_metrics(tmp_path: Path) -> None:
     found = json.loads(line)
     expected = {"step": 1, "reward": 0.25, "loss": 0.5, "grad_norm": 2.0, "staleness_max": 1, "tokens": 24}
     assert found.items() >= expected.items()
-    assert {"time", "queues", "roles"} <= found.keys()
+    assert {"time", "queues", "roles", "nodes"} <= found.keys()
 
 
 def test_prompts_under_way_at_the_end_are_dropped_with_that_reason_so_that_the_ledger_balances(
@@ -179,20 +179,35 @@ def test_a_roles_rates_are_over_the_time_to_its_last_work() -> None:
     assert shares == {"prompts": 0.9, "generator": 0.2, "reward": 0.8, "collect": 0.95, "trainer": 0.5}
 
 
-def test_predicted_step_times_are_the_sum_and_the_largest_of_what_the_nodes_need() -> None:
+def test_the_prediction_and_the_bound_come_from_the_seconds_of_a_firing() -> None:
     summary = worked().summary(Ledger(), state="finished", error="", wall_s=1.0)
-    # Per version: prompts 0.1, both generators 16 / 10 / 2 = 0.8, reward 0.2, collect 0.05, trainer 0.5.
-    assert summary.predicted_sync_step_s == pytest.approx(0.1 + 0.8 + 0.2 + 0.05 + 0.5)
-    assert summary.predicted_async_step_s == pytest.approx(0.8)
+    assert summary.firing_s == pytest.approx(
+        {"prompts": 1 / 40, "generator": 16 / 40, "reward": 2 / 40, "collect": 0.5 / 10, "trainer": 0.5}
+    )
+    # Four prompts on two generators of 0.4 s each: no schedule makes a version in less than 0.8 s.
+    assert summary.bound_step_s == pytest.approx(0.8)
+    assert summary.bound_nodes == ("generator:last",)
+    assert summary.predicted_step_s is not None
+    assert 0.8 <= summary.predicted_step_s < 0.9
     # Versions 3 to 10 came one second apart; the first two don't count.
     assert summary.step_s == pytest.approx(1.0)
+    assert "1 (predicted 0.8, at least 0.8: generator)" in result_screen(summary, Path("run"))
+
+
+def test_what_a_replica_needed_to_start_is_not_in_its_firings() -> None:
+    account = worked()
+    account.event(trained(11, ()), at_s=112.0)
+    account.heartbeat(beat("trainer", 0, 5.3, 5.0, taken=11, given=12))
+    summary = account.summary(Ledger(), state="finished", error="", wall_s=1.0)
+    assert summary.firing_s["trainer"] == pytest.approx(0.3)  # after the 0.5 s of each of the first ten
 
 
 def test_what_was_never_measured_is_none_and_not_zero() -> None:
     account = Account(SPEC)
     account.event(trained(1, ()), at_s=0.0)
     summary = account.summary(Ledger(), state="finished", error="", wall_s=1.0)
-    assert summary.predicted_sync_step_s is summary.predicted_async_step_s is summary.step_s is None
+    assert summary.predicted_step_s is summary.bound_step_s is summary.step_s is None
+    assert summary.firing_s == {}
     assert summary.accuracy_before is summary.accuracy_after is None
     assert "accuracy" not in result_screen(summary, Path("run"))
 

@@ -153,7 +153,8 @@ def calibration_of(path: Path) -> Calibration:
         ledger = [EVENT.validate_json(line) for line in run.ledger.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: metrics.jsonl or ledger.jsonl can't be read: {error}") from error
-    return calibrate(spec, metrics, ledger)
+    firing_s = run.read_summary().firing_s if run.summary.exists() else {}
+    return calibrate(spec, metrics, ledger, firing_s)
 
 
 def run_text(c: Calibration) -> str:

@@ -185,6 +185,7 @@ def step_line(event: Trained, vitals: Vitals) -> Line:
         "tokens": event.tokens,
         "queues": dict[str, Number](vitals.queues()),
         "roles": roles(vitals),
+        "nodes": nodes(vitals),
     }
 
 
@@ -206,10 +207,23 @@ def roles(vitals: Vitals) -> dict[str, dict[str, Number]]:
     return found
 
 
+def nodes(vitals: Vitals) -> dict[str, dict[str, Number]]:
+    """Busy seconds and records taken and given of each node so far, summed over its replicas."""
+    found: dict[str, dict[str, Number]] = {}
+    for pulse in vitals.pulses.values():
+        for node in () if pulse.status.rank else pulse.status.nodes:
+            sums = found.setdefault(node.node, {"busy_s": 0.0, "taken": 0, "given": 0})
+            for key, value in (("busy_s", node.busy_s), ("taken", node.taken), ("given", node.given)):
+                sums[key] = (sums[key] or 0) + value
+    return found
+
+
 def scalars(line: Line) -> list[tuple[str, float]]:
     """The numbers of a step under the names that TensorBoard groups by."""
     found: list[tuple[str, float]] = []
     for key, value in line.items():
+        if key == "nodes":
+            continue  # what `roles` shows, in the form that `arriero plan --from` reads
         if isinstance(value, dict):
             for name, inner in value.items():
                 pairs = inner.items() if isinstance(inner, dict) else [("", inner)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Literal
 
-from arriero.engine.rates import repetitions
+from arriero.engine.planner.calibrate import expected, firings
 from arriero.engine.runtime.ledger import Ledger
 from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.ledger import Evaluated, Event, Trained
@@ -29,7 +29,8 @@ class Account:
         self._trained: list[tuple[float, float]] = []  # time and mean reward, by version
         self._trainer = ""
         self._outcomes: dict[int, Counter[Outcome]] = {}
-        self._work: dict[tuple[str, int], NodeStatus] = {}  # node, replica -> at its last progress
+        self._begun: dict[tuple[str, int], NodeStatus] = {}  # node, replica -> when it first had fired
+        self._work: dict[tuple[str, int], NodeStatus] = {}  # at its last progress
 
     def event(self, event: Event, at_s: float) -> None:
         """`at_s` is any clock in seconds, the same for all events."""
@@ -49,6 +50,8 @@ class Account:
             last = self._work.get(key)
             if last is None or (node.taken, node.given, node.tokens) != (last.taken, last.given, last.tokens):
                 self._work[key] = node
+            if node.taken or node.given:
+                self._begun.setdefault(key, node)
 
     @property
     def steps(self) -> int:
@@ -65,24 +68,27 @@ class Account:
         gaps = [b - a for a, b in pairwise(times[_WARM_UP:] if len(times) >= _WARM_UP + 2 else times)]
         return median(gaps) if gaps else None
 
-    def busy_per_step(self) -> dict[str, float]:
-        """Seconds that each node works for one version with all its replicas at once.
+    def firing_s(self) -> dict[str, float]:
+        """Seconds of one firing of each node; empty before every node has fired.
 
-        Measured per firing, so that held-out prompts and a heartbeat missed at the end don't count. Empty
-        before every node has worked.
+        Measured between two heartbeats of a replica, so that what it needed to start doesn't count, or up to
+        the only one there is. Per firing, so that held-out prompts and a heartbeat missed don't either.
         """
-        if not self._trained:
-            return {}
-        rounds = repetitions(self._spec)
-        found: dict[str, float] = {}
-        for n in self._spec.nodes:
-            takes = sum(i.consumes for i in n.inputs if not i.loop)
-            done = sum(s.taken / takes if takes else s.given / n.produces for s in self._statuses(n))
-            if not done:
-                return {}
-            per_firing = sum(s.busy_s for s in self._statuses(n)) / done
-            found[n.name] = per_firing * rounds[n.name] / rounds[self._trainer] / n.replicas
-        return found
+        found = {n.name: self._firing_s(n) for n in self._spec.nodes}
+        known = {name: seconds for name, seconds in found.items() if seconds is not None}
+        return known if len(known) == len(found) else {}
+
+    def _firing_s(self, node: NodeSpec) -> float | None:
+        for begun in (self._begun, dict[tuple[str, int], NodeStatus]()):
+            busy_s = fired = 0.0
+            for key, last in self._work.items():
+                if key[0] == node.name:
+                    first = begun.get(key, NodeStatus(node=node.name))
+                    busy_s += last.busy_s - first.busy_s
+                    fired += firings(node, taken=last.taken - first.taken, given=last.given - first.given)
+            if fired > 0:
+                return busy_s / fired
+        return None
 
     def idle_share(self) -> dict[str, float]:
         """Per role: the share of its processes' time in which none of its nodes worked."""
@@ -104,7 +110,8 @@ class Account:
         rewards = [reward for _, reward in self._trained]
         edge = max(1, round(len(rewards) * _EDGE_SHARE))
         before, after = self.accuracies()
-        busy = self.busy_per_step()
+        firing_s = self.firing_s() if self._trained else {}
+        predicted_s, bound = expected(self._spec, firing_s) if firing_s else (None, None)
         return RunSummary(
             state=state,
             steps=self.steps,
@@ -122,8 +129,10 @@ class Account:
             idle_share=self.idle_share(),
             wall_s=wall_s,
             step_s=self.step_s(),
-            predicted_sync_step_s=sum(busy.values()) if busy else None,
-            predicted_async_step_s=max(busy.values()) if busy else None,
+            firing_s=firing_s,
+            predicted_step_s=predicted_s,
+            bound_step_s=bound.seconds if bound else None,
+            bound_nodes=bound.nodes if bound else (),
             error=error,
         )
 
@@ -165,9 +174,10 @@ def result_screen(s: RunSummary, run_dir: Path) -> str:
             f"{s.groups_admitted} admitted, {s.groups_trained} trained, dropped: {dropped or 'none'}",
         )
     )
-    if s.step_s is not None and s.predicted_sync_step_s is not None and s.predicted_async_step_s is not None:
-        predicted = f"{s.predicted_async_step_s:.3g} overlapped, {s.predicted_sync_step_s:.3g} in turn"
-        lines.append(_row("seconds/step", f"{s.step_s:.3g} (from busy times: {predicted})"))
+    if s.step_s is not None and s.predicted_step_s is not None and s.bound_step_s is not None:
+        held = ", ".join(dict.fromkeys(n.partition(":")[0] for n in s.bound_nodes))
+        predicted = f"predicted {s.predicted_step_s:.3g}, at least {s.bound_step_s:.3g}: {held}"
+        lines.append(_row("seconds/step", f"{s.step_s:.3g} ({predicted})"))
     lines += [_row("tokens/s", _list(s.tokens_per_s, "{:.0f}"))] if s.tokens_per_s else []
     lines += [_row("idle", _list(s.idle_share, "{:.0%}"))] if s.idle_share else []
     lines.append(_row("record", str(run_dir)))

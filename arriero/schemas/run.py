@@ -24,6 +24,7 @@ class RunOptions(Message):
     lease_s: PositiveFloat = 30.0
     max_deliveries: PositiveInt = 3
     max_dead_letters: NonNegativeInt = 0
+    restarts: NonNegativeInt = 3
     threads: dict[str, PositiveInt] = Field(default_factory=dict)
 
 
@@ -58,7 +59,11 @@ class RoleStatus(Message):
 
 
 class RunSummary(Message):
-    """`summary.json`. Accuracies are shares of held-out samples with outcome `ok`, sampled as in training."""
+    """`summary.json`. Accuracies are shares of held-out samples with outcome `ok`, sampled as in training.
+
+    `firing_s`: measured seconds of one firing of each node. From them alone: the step that the graph is
+    simulated to take, and the bound below which no schedule gets, held by `bound_nodes`.
+    """
 
     state: Literal["finished", "failed", "stopped"]
     steps: NonNegativeInt
@@ -76,6 +81,8 @@ class RunSummary(Message):
     idle_share: dict[str, float] = Field(default_factory=dict)
     wall_s: NonNegativeFloat = 0.0
     step_s: float | None = None
-    predicted_sync_step_s: float | None = None
-    predicted_async_step_s: float | None = None
+    firing_s: dict[str, float] = Field(default_factory=dict)
+    predicted_step_s: float | None = None
+    bound_step_s: float | None = None
+    bound_nodes: tuple[str, ...] = ()
     error: str = ""

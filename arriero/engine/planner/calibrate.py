@@ -1,7 +1,8 @@
 """Component times from a recorded run, the step they predict, and what would change it.
 
-Source of the times: heartbeats in `metrics.jsonl` (busy seconds by role so far, at each version). A generator
-that works on many groups at once counts as one that does them in turn at the same rate.
+Source of the times: heartbeats, as the whole run's (`summary.json`) or as those known at each version
+(`metrics.jsonl`). A generator that works on many groups at once counts as one that does them in turn at the
+same rate.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from arriero.engine.planner.scenario import Scenario
 from arriero.engine.planner.simulation import simulate
 from arriero.engine.planner.times import Duration, Fixed, Recorded
 from arriero.engine.planner.trace import Trace
-from arriero.engine.rates import repetitions, windows
-from arriero.schemas.graph import GraphSpec
+from arriero.engine.rates import windows
+from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.ledger import Event, Trained
 
 Line = Mapping[str, object]
 _WARM_UP = 2
+_STEPS = 20  # enough for a steady state of equal firings
 _WORTH = 0.97  # of the step: changes that save less aren't named
 
 
@@ -41,7 +43,7 @@ class Calibration:
     versions: int
 
     def scenario(self, *, steps: int = 0) -> Scenario:
-        return Scenario(times=self.times, steps=steps or max(20, min(self.versions, 200)))
+        return Scenario(times=self.times, steps=steps or max(_STEPS, min(self.versions, 200)))
 
     def predicted(self) -> Trace:
         """The same graph, simulated with these times."""
@@ -49,7 +51,18 @@ class Calibration:
 
     def bound(self) -> Cycle:
         """The step below which the graph can't get with these times, and the cycle that says so."""
-        return bound(self.spec, {n: NodeTime(mean=t.mean, least=t.least) for n, t in self.times.items()})
+        return bounded(self.spec, self.times)
+
+
+def bounded(spec: GraphSpec, times: Mapping[str, Duration]) -> Cycle:
+    """The step below which no run with these times gets, and the cycle that says so."""
+    return bound(spec, {n: NodeTime(mean=t.mean, least=t.least) for n, t in times.items()})
+
+
+def expected(spec: GraphSpec, firing_s: Mapping[str, float]) -> tuple[float, Cycle]:
+    """Seconds of a step when `spec` is simulated with firings that always take so long, and their bound."""
+    times = {name: Fixed(seconds) for name, seconds in firing_s.items()}
+    return simulate(spec, Scenario(times=times, steps=_STEPS)).step_s(), bounded(spec, times)
 
 
 @dataclass(frozen=True)
@@ -60,25 +73,27 @@ class Advice:
     step_s: float
 
 
-def calibrate(spec: GraphSpec, metrics: Sequence[Line], ledger: Iterable[Event]) -> Calibration:
-    """Times of a run's components. Raises UserError for a run with fewer than four versions."""
+def calibrate(
+    spec: GraphSpec, metrics: Sequence[Line], ledger: Iterable[Event], firing_s: Mapping[str, float]
+) -> Calibration:
+    """Times of a run's components. Raises UserError for a run with fewer than four versions.
+
+    `firing_s`: seconds of one firing of each node over the whole run; empty if the run isn't over.
+    """
     if len(metrics) < _WARM_UP + 2:
         raise UserError(
             f"the run made {len(metrics)} versions; at least {_WARM_UP + 2} are needed to learn from"
         )
     lines = metrics[_WARM_UP - 1 :]
     at = [_number(line["time"]) for line in lines]
-    counts, producer = repetitions(spec), spec.loops[0].producer if spec.loops else spec.nodes[-1].name
-    times: dict[str, Duration] = {}
+    producer = spec.loops[0].producer if spec.loops else spec.nodes[-1].name
     step_s = (at[-1] - at[0]) / (len(at) - 1)
-    for role, nodes in spec.roles.items():
-        # A role of several nodes reports them together: the time goes to the one that works for the others.
-        node = max(nodes, key=lambda n: (n.resources.gpus, bool(n.inputs), -counts[n.name]))
-        busy = [_busy(line, role) for line in lines]
-        firings = counts[node.name] / counts[producer]
-        each = [max(0.0, b - a) / firings for a, b in pairwise(busy)]
+    times: dict[str, Duration] = {}
+    for node in spec.nodes:
         # Heartbeats are a second apart: single steps shorter than some of them can't be told apart.
-        times[node.name] = Recorded(seconds=tuple(each)) if step_s > 5.0 else Fixed(fmean(each))
+        each = _between(node, lines) if step_s > 5.0 else ()
+        mean = firing_s.get(node.name) or fmean(_between(node, [lines[0], lines[-1]]) or (0.0,))
+        times[node.name] = Recorded(seconds=tuple(each)) if each else Fixed(mean)
     trained = [e.tokens for e in ledger if isinstance(e, Trained) and e.node == producer]
     return Calibration(
         spec=spec,
@@ -155,9 +170,28 @@ def corrected(c: Calibration, hardware: Hardware, model: ModelShape, precision: 
     return attained(hardware, modelled_s=modelled, measured_s=c.times[window.producer].mean)
 
 
-def _busy(line: Line, role: str) -> float:
-    roles = cast("Mapping[str, Mapping[str, object]]", line.get("roles", {}))
-    return _number(roles[role]["busy_s"]) if role in roles else 0.0
+def firings(node: NodeSpec, *, taken: float, given: float) -> float:
+    """How often a node has fired that took and gave so many records."""
+    takes = sum(i.consumes for i in node.inputs if not i.loop)
+    return taken / takes if takes else given / node.produces
+
+
+def _between(node: NodeSpec, lines: Sequence[Line]) -> list[float]:
+    """Seconds of one firing, from each line to the next in which the node had fired."""
+    found: list[float] = []
+    for before, after in pairwise(_progress(node, line) for line in lines):
+        if (fired := after[1] - before[1]) > 0:
+            found.append(max(0.0, after[0] - before[0]) / fired)
+    return found
+
+
+def _progress(node: NodeSpec, line: Line) -> tuple[float, float]:
+    """Busy seconds and firings of all replicas so far."""
+    nodes = cast("Mapping[str, Mapping[str, object]]", line.get("nodes", {}))
+    if (known := nodes.get(node.name)) is None:
+        return 0.0, 0.0
+    done = firings(node, taken=_number(known["taken"]), given=_number(known["given"]))
+    return _number(known["busy_s"]), done
 
 
 def _number(value: object) -> float:

@@ -38,7 +38,9 @@ class EventSimulation:
         self.guards = {n.name: guarded(spec, n.name) for n in spec.nodes}
         self.replicas: dict[str, list[Replica]] = {n.name: [] for n in spec.nodes}
         self.fired = Counter[str]()
-        self.made: dict[str, list[float]] = {loop.producer: [0.0] for loop in spec.loops}  # when visible
+        self.counted = spec.loops[0].producer if spec.loops else spec.nodes[-1].name
+        # When each version is visible; without a loop every output of the last node counts as one.
+        self.made = {name: [0.0] for name in {self.counted, *(loop.producer for loop in spec.loops)}}
         self.versions: list[float] = []
         self.dropped: set[int] = set()
         self.admitted, self.trained = 0, Counter[str]()
@@ -49,7 +51,6 @@ class EventSimulation:
         self.lost_s, self.killed = 0.0, 0
         self._changed: list[simpy.Event] = []
         self.over = simpy.Event(self.env)
-        self.counted = spec.loops[0].producer if spec.loops else spec.nodes[-1].name
 
     def run(self) -> Trace:
         """To the last version, or until nothing moves any more."""
