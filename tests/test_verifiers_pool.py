@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -86,6 +87,16 @@ async def test_hung_and_crashed_workers_cost_their_own_rollout_alone() -> None:
 async def test_an_async_function_scores_many_at_once() -> None:
     reward = Function(function=waits, at_once=16, limits=Limits(time_s=30.0))
     assert await values(reward, group(*(str(k) for k in range(1, 17)))) == list(range(1, 17))
+
+
+async def test_an_async_function_waits_for_many_groups_together() -> None:
+    """64 groups of one response, 0.2 s each: one after the other they would take 12.8 s."""
+    reward = Function(function=waits, at_once=64, limits=Limits(time_s=30.0))
+    assert reward.want() == 64
+    began = time.monotonic()
+    found = await run(reward, *(group("1", id=f"g{k}") for k in range(64)))
+    assert len(found) == 64
+    assert time.monotonic() - began < 10.0
 
 
 async def test_a_loop_in_an_async_function_costs_only_its_own_rollout() -> None:

@@ -54,6 +54,9 @@ class Function(Isolated):
     def width(self) -> int:
         return self.at_once if inspect.iscoroutinefunction(self.function) else 1
 
+    def want(self) -> int:
+        return self.width  # one that waits for others waits for many groups together
+
     def opened(self) -> AbstractAsyncContextManager[Scorer]:
         if not self.isolate:
             return RolloutReward.opened(self)
