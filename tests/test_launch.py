@@ -223,7 +223,7 @@ def test_a_record_that_keeps_failing_ends_the_run_naming_it(how: How, tmp_path: 
 
 
 def test_a_killed_process_is_named_at_once(tmp_path: Path) -> None:
-    run = Launch(tmp_path, graph={"generators": 2}, **LONG)
+    run = Launch(tmp_path, graph={"generators": 2}, options={"restarts": 0}, **LONG)
     run.until(lambda: run.steps() >= 1)
     (victim,) = run.processes("--role generator", "--replica 1")
     began = time.monotonic()
@@ -233,6 +233,35 @@ def test_a_killed_process_is_named_at_once(tmp_path: Path) -> None:
     log = f"{run.path}/logs/generator-1.log"
     assert run.errors == f"arriero: error: generator-1 was killed by signal 9 (SIGKILL); its log is {log}\n"
     assert run.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_generator_that_is_killed_or_stands_still_starts_again_and_nothing_is_lost(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    setting: dict[str, Any] = {"trainer": {"steps": 60, "seconds": 0.1}, "options": {"liveness_s": 3.0}}
+    run = Launch(tmp_path, graph={"generators": 2}, **setting)
+    run.until(lambda: run.steps() >= 1)
+    (victim,) = run.processes("--role generator", "--replica 1")
+    victim.send_signal(number)
+    assert run.wait() == 0, run.errors
+    assert run.errors.startswith("arriero: generator-1 was killed by signal 9 (SIGKILL)")
+    assert "it starts again (1 of 3)" in run.errors
+    s = run.summary
+    assert s.groups_trained == 60 * 4
+    assert s.groups_admitted == s.groups_trained + s.groups_dropped.get("end_of_run", 0)
+    assert s.staleness_max <= 1
+    assert s.restarts == {"generator-1": 1}
+    assert run.left() == []
+
+
+def test_a_replica_that_is_killed_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    fault = {"fault": "kill", "fault_at": 0}
+    run = Launch(tmp_path, generator=fault, options={"restarts": 1, "max_deliveries": 9}, **LONG)
+    assert run.wait() == 1
+    again, last = run.errors.splitlines()
+    assert again.endswith("it starts again (1 of 1)")
+    assert last.startswith("arriero: error: generator-0 was killed by signal 9")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -281,7 +310,7 @@ def test_an_occupied_port_is_one_line_that_names_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_stands_still_is_named_with_who_waits_for_what(tmp_path: Path) -> None:
     fault = {"fault": "stop", "fault_at": 6}
-    run = Launch(tmp_path, generator=fault, options={"liveness_s": 3.0}, **LONG)
+    run = Launch(tmp_path, generator=fault, options={"liveness_s": 3.0, "restarts": 0}, **LONG)
     assert run.wait() == 1
     first, *rest = run.errors.splitlines()
     assert first.startswith("arriero: error: generator-0 gave no sign of life for ")

@@ -67,7 +67,7 @@ class Recorded:
         for event in events:
             await record(broker, event)
         await reporter.drain(broker, following)
-        return reporter.finish("finished", "")
+        return reporter.finish("finished", "", {})
 
     def lines(self, name: str) -> list[str]:
         return (self.run.path / name).read_text().splitlines()

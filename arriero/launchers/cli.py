@@ -212,6 +212,7 @@ def _start(ready: Ready, argv: list[str]) -> int:
         wait_bound_s=given.wait_bound_s,
         liveness_s=given.liveness_s,
         max_dead_letters=given.max_dead_letters,
+        restarts=given.restarts,
     )
     path = ready.pipeline.search_path
     placed = LaunchOptions(

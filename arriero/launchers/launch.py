@@ -90,7 +90,7 @@ async def _launched(spec: GraphSpec, options: RunOptions, run: RunDir, launch: L
     async with _interrupts() as interrupted:
         app = LocalApp(definition, run.logs, private, visible_devices(spec, own_gpus()))
         try:
-            conductor = _Conductor(spec, options, run, launch, processes=app.processes)
+            conductor = _Conductor(spec, options, run, launch, app)
 
             async def work() -> None:
                 address = await wait_for_hub(run.path, bound_s=_HUB_S)
@@ -108,7 +108,7 @@ async def _launched(spec: GraphSpec, options: RunOptions, run: RunDir, launch: L
 
 
 async def _inlined(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
-    conductor = _Conductor(spec, options, run, launch, processes=())
+    conductor = _Conductor(spec, options, run, launch, None)
     hub = MemoryBroker()
     await declare(hub, spec, options)
 
@@ -138,11 +138,12 @@ class _Conductor:
     """What both ways of running have in common: supervision, the record, the end."""
 
     def __init__(
-        self, spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions, *,
-        processes: Sequence[Process],
+        self, spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions, app: LocalApp | None
     ) -> None:  # fmt: skip
         self._run = run
-        self.supervisor = Supervisor(spec, options, processes)
+        self.supervisor = Supervisor(
+            spec, options, app.processes if app else (), start=app.restart if app else None
+        )
         producers = tuple(loop.producer for loop in spec.loops)
         display = display_for(spec, steps(Graph.from_spec(spec), producers), quiet=launch.quiet)
         self.reporter = Reporter(
@@ -177,6 +178,7 @@ class _Conductor:
                 return self._failed(raised(error))
             return Outcome(state="finished")
         finally:
+            self.supervisor.restarts.over = True
             for task in (working, failing, stopping):
                 task.cancel()
             await asyncio.gather(working, failing, stopping, return_exceptions=True)
@@ -199,7 +201,7 @@ class _Conductor:
         if outcome.state == "finished" and (why := self.reporter.fruitless()):
             outcome = Outcome(state="failed", failure=Failure(message=why, code=2))
         message = outcome.failure.message if outcome.failure else ""
-        summary = self.reporter.finish(outcome.state, message)
+        summary = self.reporter.finish(outcome.state, message, self.supervisor.restarts.counts)
         if summary.error:
             print(f"arriero: error: {summary.error}", file=sys.stderr, flush=True)
         else:

@@ -63,7 +63,8 @@ class _Scheduler(LocalScheduler):
     def __init__(self, private: Mapping[str, str], devices: Mapping[str, str], log_dir: Path) -> None:
         super().__init__("", image_provider_class=CWDImageProvider)
         self._private, self._devices, self._log_dir = private, devices, log_dir
-        self.started: list[Process] = []
+        self._jobs: dict[str, tuple[list[str], dict[str, str], str | None]] = {}
+        self.started: dict[str, Process] = {}  # by name; of a replica that was started again, the last
 
     def run_local_job(
         self,
@@ -73,6 +74,7 @@ class _Scheduler(LocalScheduler):
         stderr: io.FileIO | None,
         cwd: str | None = None,
     ) -> subprocess.Popen[bytes]:
+        self._jobs[env[REPLICA]] = (args, env, cwd)
         own = {"CUDA_VISIBLE_DEVICES": d} if (d := self._devices.get(env[REPLICA])) is not None else {}
         process = super().run_local_job(args, {**env, **own, **self._private}, stdout, stderr, cwd)
         role, _, replica = env[REPLICA].rpartition("-")
@@ -81,8 +83,16 @@ class _Scheduler(LocalScheduler):
         log = self._log_dir / f"{env[REPLICA]}.log"
         log.unlink(missing_ok=True)
         log.symlink_to(os.path.relpath(str(stderr.name), self._log_dir))
-        self.started.append(Process(role=role, replica=int(replica), process=process, log=log))
+        self.started[env[REPLICA]] = Process(role=role, replica=int(replica), process=process, log=log)
         return process
+
+    def run_again(self, name: str) -> Process:
+        """Start the replica `name`, which has ended, once more; its logs are continued."""
+        args, env, cwd = self._jobs[name]
+        errors = self.started[name].log.resolve()
+        with io.FileIO(errors.with_name("stdout.log"), "a") as out, io.FileIO(errors, "a") as err:
+            self.run_local_job(args, env, out, err, cwd)
+        return self.started[name]
 
 
 class _Runner(Protocol):
@@ -121,7 +131,11 @@ class LocalApp:
 
     @property
     def processes(self) -> list[Process]:
-        return self._scheduler.started
+        return list(self._scheduler.started.values())
+
+    def restart(self, name: str) -> Process:
+        """Start a replica that has ended once more. Call it from the main thread; raises OSError."""
+        return self._scheduler.run_again(name)
 
     def kill(self) -> None:
         """End everything at once. Idempotent."""

@@ -37,6 +37,7 @@ class Arguments:
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the hub; 0: a free one
     wait_bound_s: PositiveFloat = 1800.0  # longest wait for a record, a place or a version
     liveness_s: Annotated[float, Field(ge=3)] = 30.0  # oldest heartbeat of a role that is alive; one a second
+    restarts: NonNegativeInt = 3  # times that a generator, reward, ... starts again after it was killed
     max_dead_letters: NonNegativeInt = 0  # records that may fail for good before the run does
     quiet: bool = False  # print the final result only
     picture: Path | None = None  # check: write the graph's picture to FILE.svg or FILE.mmd

@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from typing import TextIO, cast
 
@@ -96,7 +96,7 @@ class Reporter:
         reasons = ", ".join(f"{n} {reason}" for reason, n in ledger.dropped.items())
         return f"{told} (dropped: {reasons}; the last by {drop.node}: {drop.detail})"
 
-    def finish(self, state: State, error: str) -> RunSummary:
+    def finish(self, state: State, error: str, restarts: Mapping[str, int]) -> RunSummary:
         """Account for the prompts still under way, write the summary and close the files."""
         if under_way := (*self.ledger.in_flight_origins, *sorted(self._held_out)):
             parent = f"run-{self._options.run_id}"
@@ -107,7 +107,7 @@ class Reporter:
         state = "failed" if problems and state == "finished" else state
         summary = self._account.summary(
             self.ledger, state=state, error=error, wall_s=time.monotonic() - self._began
-        )
+        ).model_copy(update={"restarts": dict(restarts)})
         try:
             write_json(self._run.summary, summary)
             for file in self._files:
