@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from arriero.components.datasets import permutation
 from arriero.components.prompts import PromptSource
+from arriero.components.row_order import permutation
 from arriero.engine.codec import decode, encode
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph

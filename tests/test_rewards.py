@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from arriero.components.datasets import gym_scorer
+from arriero.components.gym_rows import gym_scorer
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import (
     Contains,

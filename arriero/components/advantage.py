@@ -118,7 +118,10 @@ class GroupAdvantage:
             return Dropped(parent=record.id, reason="invalid", detail=detail)
         raw = [score.value if score.raw is None else score.raw for _, score in usable]
         if self.filter_constant and is_constant(raw):
-            return Dropped(parent=record.id, reason="filtered", detail=f"all rewards are {raw[0]}")
+            right = sum(score.outcome is Outcome.OK for _, score in usable) / len(usable)
+            return Dropped(
+                parent=record.id, reason="filtered", detail=f"all rewards are {raw[0]}", right_share=right
+            )
         advantages = group_advantage(
             [score.value for _, score in usable],
             baseline=self.baseline,
@@ -155,6 +158,7 @@ def _sample(record: ScoredGroup, rollout: Rollout, score: Score, advantage: floa
         reward=score.value,
         turns=score.turns,
         truncated=rollout.finish == "length",
+        right=score.outcome is Outcome.OK,
         origin=_origin(record),
     )
 

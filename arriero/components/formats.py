@@ -1,10 +1,12 @@
-"""Rows out of files: JSONL, JSON, CSV, Parquet, Arrow. Each row comes with where it stands, for a person."""
+"""Rows out of files: JSONL, JSON, CSV, Parquet, Arrow. Each row knows where it stands, for a person."""
 
 from __future__ import annotations
 
 import csv
+import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from pydantic import JsonValue
@@ -13,18 +15,42 @@ from pydantic_core import to_jsonable_python
 from arriero.engine.errors import UserError, one_line
 
 JsonObject = dict[str, JsonValue]
-Placed = tuple[str, JsonObject]
 _MOST_FIELD = 1 << 24  # characters of one CSV field
 
 
-def json_lines(path: str, file: IO[str]) -> Iterator[Placed]:
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row; `where` is `file:line` for a person."""
+
+    where: str
+    values: JsonObject
+
+    def text(self, field: str, setting: str) -> str:
+        """The text or number in `field`, as text; `setting` is what names the field. Raises UserError."""
+        if field not in self.values:
+            has = ", ".join(repr(name) for name in list(self.values)[:12]) or "nothing"
+            near = difflib.get_close_matches(field, self.values, n=1)
+            remedy = f"did you mean {setting}={near[0]!r}?" if near else f"set {setting} to one of these"
+            raise UserError(f"{self.where}: no field {field!r}; the row has {has}; {remedy}")
+        value = self.values[field]
+        if isinstance(value, str):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            kind = "null" if value is None else type(value).__name__
+            raise UserError(
+                f"{self.where}: field {field!r} is {kind}; text or a number is needed ({setting})"
+            )
+        return str(value)
+
+
+def json_lines(path: str, file: IO[str]) -> Iterator[Row]:
     """One object per line; empty lines are skipped."""
     for number, line in enumerate(file, start=1):
         if line.strip():
-            yield f"{path}:{number}", _object(f"{path}:{number}", _parsed(f"{path}:{number}", line))
+            yield json_row(f"{path}:{number}", line)
 
 
-def json_file(path: str, file: IO[str]) -> Iterator[Placed]:
+def json_file(path: str, file: IO[str]) -> Iterator[Row]:
     """A list of objects, or an object with exactly one list of objects in it."""
     found = _parsed(path, file.read())
     if isinstance(found, dict):
@@ -38,10 +64,10 @@ def json_file(path: str, file: IO[str]) -> Iterator[Placed]:
     if not isinstance(found, list):
         raise UserError(f"{path}: a {type(found).__name__} where a list of objects is needed")
     for number, row in enumerate(found, start=1):
-        yield f"{path}, row {number}", _object(f"{path}, row {number}", row)
+        yield Row(where=f"{path}, row {number}", values=_object(f"{path}, row {number}", row))
 
 
-def delimited(path: str, file: IO[str], *, delimiter: str) -> Iterator[Placed]:
+def delimited(path: str, file: IO[str], *, delimiter: str) -> Iterator[Row]:
     """Rows under a header, as RFC 4180 quotes them; every value is text."""
     csv.field_size_limit(_MOST_FIELD)
     reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -55,27 +81,62 @@ def delimited(path: str, file: IO[str], *, delimiter: str) -> Iterator[Placed]:
                     f"{path}:{reader.line_num}: {len(values)} fields where the header has {len(header)}"
                 )
             if values:
-                yield f"{path}:{reader.line_num}", dict(zip(header, values, strict=True))
+                yield Row(where=f"{path}:{reader.line_num}", values=dict(zip(header, values, strict=True)))
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: no CSV: {error}") from error
 
 
-def parquet(path: str, file: IO[bytes]) -> Iterator[Placed]:
+def parquet(path: str, file: IO[bytes]) -> Iterator[Row]:
     """The rows of a Parquet file."""
+    yield from table_rows(path, lambda: parquet_file(path, file).read())
+
+
+def arrow(path: str, file: IO[bytes]) -> Iterator[Row]:
+    """The rows of an Arrow file (Feather version 2), or of a saved Arrow stream."""
+    yield from table_rows(path, lambda: arrow_file(path, file).read_all())
+
+
+def parquet_file(path: str, file: IO[bytes]) -> Any:
+    """A reader of row groups. Raises UserError for another kind of file."""
+    import pyarrow as pa
     from pyarrow import parquet as library
 
-    return _table(path, "Parquet", lambda: cast("Any", library).ParquetFile(file).read())
+    try:
+        return cast("Any", library).ParquetFile(file)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path}: not a file of Parquet: {one_line(error)}") from error
 
 
-def arrow(path: str, file: IO[bytes]) -> Iterator[Placed]:
-    """The rows of an Arrow file (Feather version 2), or of a saved Arrow stream."""
+def arrow_file(path: str, file: IO[bytes]) -> Any:
+    """A reader of record batches; of a stream it has no `num_record_batches`. Raises UserError as above."""
+    import pyarrow as pa
     from pyarrow import ipc
 
     library: Any = ipc  # its signatures have unknown types
     start = file.read(6)
     file.seek(0)
-    opened = library.open_file if start == b"ARROW1" else library.open_stream
-    return _table(path, "Arrow", lambda: opened(file).read_all())
+    try:
+        return library.open_file(file) if start == b"ARROW1" else library.open_stream(file)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path}: not a file of Arrow: {one_line(error)}") from error
+
+
+def table_rows(path: str, read: Callable[[], Any], *, first: int = 0) -> Iterator[Row]:
+    """The rows of what `read` gives, a table or a batch, counted from `first`. Raises UserError."""
+    import pyarrow as pa
+
+    try:
+        records = cast("list[dict[str, object]]", read().to_pylist())
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path}: broken: {one_line(error)}") from error
+    for number, record in enumerate(records, start=first + 1):
+        values = cast("JsonObject", to_jsonable_python(record, bytes_mode="base64"))
+        yield Row(where=f"{path}, row {number}", values=values)
+
+
+def json_row(where: str, text: str) -> Row:
+    """One line of JSONL. Raises UserError."""
+    return Row(where=where, values=_object(where, _parsed(where, text)))
 
 
 def json_lists(value: object) -> object:
@@ -95,29 +156,18 @@ def int64(digits: str) -> int:
     return number
 
 
-TEXT: Mapping[str, Callable[[str, IO[str]], Iterator[Placed]]] = {
+TEXT: Mapping[str, Callable[[str, IO[str]], Iterator[Row]]] = {
     ".jsonl": json_lines,
     ".ndjson": json_lines,
     ".json": json_file,
     ".csv": lambda path, file: delimited(path, file, delimiter=","),
     ".tsv": lambda path, file: delimited(path, file, delimiter="\t"),
 }
-BINARY: Mapping[str, Callable[[str, IO[bytes]], Iterator[Placed]]] = {
+BINARY: Mapping[str, Callable[[str, IO[bytes]], Iterator[Row]]] = {
     ".parquet": parquet,
     ".arrow": arrow,
     ".feather": arrow,
 }
-
-
-def _table(path: str, kind: str, read: Callable[[], Any]) -> Iterator[Placed]:
-    import pyarrow as pa
-
-    try:
-        records = cast("list[dict[str, object]]", read().to_pylist())
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path}: not a file of {kind}: {one_line(error)}") from error
-    for number, record in enumerate(records, start=1):
-        yield f"{path}, row {number}", cast("JsonObject", to_jsonable_python(record, bytes_mode="base64"))
 
 
 def _parsed(where: str, text: str) -> JsonValue:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from itertools import count
-from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
+from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.datasets import path_problem, permutation, read_rows
+from arriero.components.formats import Row
+from arriero.components.row_source import RowSource
 from arriero.components.text_ids import TextIds, tokenizer_problems
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.stream import Stream
@@ -28,47 +27,26 @@ class Preference(Record):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PreferenceSource:
-    """Pairs from JSONL or Parquet at any fsspec URL, in `PromptSource`'s order. A string is a path.
+class PreferenceSource(RowSource):
+    """Pairs from a file, as `RowSource` reads it. A string is a path.
 
-    A pair whose responses are equal says nothing: it is left out.
+    A pair whose responses are equal says nothing: it is left out, and counted.
     """
 
-    path: str
     prompt_field: str = "prompt"
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
-    epochs: PositiveInt | None = None  # None: for ever
-    shuffle: bool = True
-    seed: NonNegativeInt = 0
-    limit: PositiveInt | None = None  # rows used, from the first
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_string(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
 
     async def run(self) -> AsyncIterator[Preference]:
-        rows = [
-            (
-                row.text(self.prompt_field, "prompt_field"),
-                row.text(self.chosen_field, "chosen_field"),
-                row.text(self.rejected_field, "rejected_field"),
-            )
-            for row in read_rows(self.path)[: self.limit]
-        ]
-        told = [(prompt, chosen, rejected) for prompt, chosen, rejected in rows if chosen != rejected]
-        for epoch in count() if self.epochs is None else range(self.epochs):
-            order = permutation(self.seed, epoch, len(told)) if self.shuffle else range(len(told))
-            for row in map(int, order):
-                prompt, chosen, rejected = told[row]
-                yield Preference(id=f"e{epoch}-r{row}", prompt=prompt, chosen=chosen, rejected=rejected)
+        async for epoch, row, (prompt, chosen, rejected) in self.rows(self._texts):
+            yield Preference(id=f"e{epoch}-r{row}", prompt=prompt, chosen=chosen, rejected=rejected)
 
-    def problems(self, view: GraphView) -> Iterable[str]:
-        if self.path.startswith("reasoning_gym:"):
-            yield f"{self.path} has no pairs of responses; give a file"
-        elif problem := path_problem(self.path):
-            yield problem
+    def _texts(self, row: Row) -> tuple[str, str, str] | None:
+        prompt = row.text(self.prompt_field, "prompt_field")
+        chosen, rejected = (
+            row.text(self.chosen_field, "chosen_field"), row.text(self.rejected_field, "rejected_field"),
+        )  # fmt: skip
+        return (prompt, chosen, rejected) if chosen != rejected else None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,170 +1,159 @@
-"""`PromptSource`: prompts from a data set, epoch after epoch, and its held-out prompts for evaluation."""
+"""`PromptSource`: prompts from one or several data sets, epoch after epoch, and the held-out ones."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from itertools import count
-from typing import Annotated, Any, Self, cast
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from itertools import count as numbers
+from typing import Self
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs
 
-from arriero.components.datasets import (
-    GYM,
-    GYM_SIZE,
-    GymRows,
-    Row,
-    gym_dataset,
-    path_problem,
-    permutation,
-    read_rows,
-)
-from arriero.components.formats import json_lists
-from arriero.components.presets import expanded
+from arriero.components.blocks import Whole
+from arriero.components.curriculum import Curriculum
+from arriero.components.prompt_data import OpenData, PromptData, content_key
+from arriero.components.row_order import in_order
+from arriero.components.screening import screened
+from arriero.components.verifiers.reward import RolloutReward
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Evaluation, GraphView
-from arriero.schemas.messages import Prompt, Split
+from arriero.engine.runtime.context import count
+from arriero.schemas.messages import Prompt
 
-SLOT = "{prompt}"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class PromptSource:
-    """Prompts from `path`: a file at any fsspec URL, `reasoning_gym:NAME` or a preset's name (`presets`).
+class PromptSource(PromptData):
+    """Prompts of a data set, and of others that are mixed in by weight.
 
-    A string is a path.
-
-    Every training row comes once per epoch, in an order that depends on `seed` and the epoch alone. Held-out
-    rows are the last `held_out` ones, or those of `eval_path`; they are never trained on. Row numbers are
-    those of the data set, from 0.
+    Every row comes once per epoch of its data set, in an order that depends on `seed`, the epoch and the
+    blocks of the file alone. With several data sets the next prompt is always of the one that is furthest
+    behind its share; one that has ended leaves its share to the others.
     """
 
-    path: str
-    prompt_field: str = ""  # empty: "prompt", or "question" if the first row has no "prompt"
-    answer_field: str = ""  # empty: "answer" if the first row has it, else prompts have no answer
-    template: str = SLOT  # {prompt} is replaced; other braces stay as they are
-    epochs: PositiveInt | None = None  # None: for ever
+    epochs: PositiveInt | None = None  # of each data set; None: for ever
     shuffle: bool = True
     seed: NonNegativeInt = 0
-    limit: PositiveInt | None = None  # training rows used, from the first
-    held_out: NonNegativeInt = 0  # rows kept from training, from the end
-    eval_path: str = ""
-    eval_limit: PositiveInt | None = None
     eval_every: NonNegativeInt = 0  # versions; 0: before and after training only
-    size: PositiveInt | None = None  # of a reasoning_gym set; held-out items are counted in. None: 1000
-    options: Annotated[Mapping[str, JsonValue], BeforeValidator(json_lists)] = Field(
-        default_factory=dict[str, JsonValue]
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_string(cls, value: Any) -> Any:
-        given: Any = {"path": value} if isinstance(value, str) else value
-        if isinstance(given, ArgsKwargs):
-            return ArgsKwargs(given.args, expanded(given.kwargs or {}))
-        return expanded(cast("dict[str, Any]", given)) if isinstance(given, dict) else given
+    mix: tuple[PromptData, ...] = ()
+    """Further data sets."""
+    curriculum: Curriculum | None = None
+    """Leave out, from the second epoch on, what the policy always or never solves."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if SLOT not in self.template:
-            raise ValueError(f"template {self.template!r} has no {SLOT}; put it where the row's text belongs")
-        if self.held_out and self.eval_path:
-            raise ValueError(
-                f"held_out={self.held_out} and eval_path={self.eval_path!r} are both set; use one"
-            )
-        if not self.gym and (self.size or self.options):
-            raise ValueError(f"size and options are for {GYM}NAME; for a file use limit (path={self.path!r})")
-        if self.gym and (self.prompt_field or self.answer_field):
-            raise ValueError(f"{self.path} has no fields to choose; remove prompt_field and answer_field")
-        if "size" in self.options:
-            raise ValueError("size is a field of its own; remove it from options")
-        # Item i is made from seed + i, so another seed would repeat most of the training items.
-        if self.eval_path.startswith(GYM):
-            raise ValueError(f"eval_path={self.eval_path!r}: hold items out of one set with held_out instead")
+    def _told_apart(self) -> Self:
+        names = [d.called for d in self.sets]
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"two data sets are called {', '.join(twice)}; give them a name each")
         return self
 
     @property
-    def gym(self) -> str:
-        """Name of the reasoning-gym data set; empty for a file."""
-        return self.path.removeprefix(GYM) if self.path.startswith(GYM) else ""
+    def sets(self) -> tuple[PromptData, ...]:
+        """All data sets."""
+        return (self, *self.mix)
 
     async def run(self) -> AsyncIterator[Prompt]:
-        rows = self._rows()
-        size = len(range(self._first_held_out(rows))[: self.limit])
-        for epoch in count() if self.epochs is None else range(self.epochs):
-            order = permutation(self.seed, epoch, size) if self.shuffle else range(size)
-            for row in map(int, order):
-                yield self._prompt(rows, row, f"e{epoch}-r{row}", "train", epoch)
+        parts = self._opened()
+        held = {content_key(p.text) for part in parts for p in part.held_out()}
+        for part in parts:
+            await self._settle(part, held)
+        streams = [self._stream(part, held) for part in parts]
+        behind = [0.0] * len(parts)  # how much more each was to give than it gave
+        live = list(range(len(parts)))
+        while live:
+            total = sum(parts[k].config.weight for k in live)
+            for k in live:
+                behind[k] += parts[k].config.weight / total
+            chosen = max(live, key=lambda k: behind[k])
+            prompt = await anext(streams[chosen], None)
+            if prompt is None:
+                live.remove(chosen)
+                behind = [0.0] * len(parts)
+            else:
+                behind[chosen] -= 1.0
+                yield prompt
 
     def evaluation(self) -> Evaluation | None:
-        """The held-out prompts, in the order of the data set; None without any. Raises UserError."""
-        if not (self.eval_path or self.held_out):
+        """The held-out prompts, data set by data set; None without any. Raises UserError."""
+        if not any(d.eval_path or d.held_out for d in self.sets):
             return None
-        rows = self._checked(read_rows(self.eval_path)) if self.eval_path else self._rows()
-        first = 0 if self.eval_path else self._first_held_out(rows)
-        numbers = range(first, len(rows))[: self.eval_limit]
-        prompts = tuple(self._prompt(rows, row, f"eval-r{row}", "eval", 0) for row in numbers)
+        prompts = tuple(p for part in self._opened() for p in part.held_out())
         return Evaluation(prompts=prompts, every=self.eval_every)
 
     def problems(self, view: GraphView) -> Iterable[str]:
-        """Missing local files, unknown data sets and their options; remote data isn't touched."""
-        found = [p for path in (self.path, self.eval_path) if path and (p := path_problem(path))]
-        if self.gym and not found:
-            try:
-                gym_dataset(self.gym, self.options, size=self.size or GYM_SIZE)
-            except UserError as error:
-                found.append(str(error))
-        if self.eval_every and not (self.eval_path or self.held_out):
-            found.append(f"eval_every={self.eval_every}, but nothing is held out; set held_out or eval_path")
-        return found
+        """What is wrong with the data, as far as it can be known without reading it."""
+        yield from (p for data in self.sets for p in data.data_problems())
+        if self.eval_every and not any(d.held_out or d.eval_path for d in self.sets):
+            yield f"eval_every={self.eval_every}, but nothing is held out; set held_out or eval_path"
 
-    def _rows(self) -> Sequence[Row]:
-        if self.gym:
-            return GymRows(self.gym, self.options, self.size or GYM_SIZE)
-        return self._checked(read_rows(self.path))
+    def _opened(self) -> list[OpenData]:
+        return [OpenData(config=d, place=k) for k, d in enumerate(self.sets)]
 
-    def _checked(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """The rows, all of which have the fields: a bad one is found at the start, not in the third epoch."""
-        for row in rows:
-            self._text_and_answer(row, first=rows[0])
-        return rows
-
-    def _text_and_answer(self, row: Row, first: Row) -> tuple[str, str]:
-        if self.gym:
-            answer = row.values.get("answer")  # None where a set has many right answers
-            return row.text("question", "path"), "" if answer is None else row.text("answer", "path")
-        alone = "question" in first.values and "prompt" not in first.values
-        text = row.text(self.prompt_field or ("question" if alone else "prompt"), "prompt_field")
-        if not self.answer_field and "answer" not in first.values:
-            return text, ""
-        return text, row.text(self.answer_field or "answer", "answer_field")
-
-    def _first_held_out(self, rows: Sequence[Row]) -> int:
-        if self.held_out >= len(rows):
+    async def _settle(self, part: OpenData, held: set[bytes]) -> None:
+        """What of a data set in memory isn't trained on: known, counted and told before the first prompt."""
+        if part.lazily:
+            return
+        rows, data = part.blocks.read(0), part.config
+        unused = [n for n in part.numbers if not part.used(rows[n])]
+        part.leave_out(unused)
+        count("rows_filtered", len(unused))
+        prompts = [part.prompt(rows[n], n, "train", 0) for n in part.numbers]
+        twice = [p.row for p in prompts if content_key(p.text) in held]
+        if twice:
+            log.warning("%s: %d rows aren't trained on, for they are held out too", data.path, len(twice))
+        count("rows_held_out_too", len(twice))
+        part.leave_out(twice)
+        part.leave_out(await self._unscorable([p for p in prompts if p.row not in set(twice)]))
+        part.numbers = part.numbers[: data.limit]
+        if not part.numbers:
             raise UserError(
-                f"{self.path}: held_out={self.held_out} leaves nothing of {len(rows)} rows to train on"
+                f"{data.path}: nothing is left to train on of {len(rows)} rows: {len(unused)} left out by "
+                f"where or keep, {len(twice)} held out too, the others without an answer that can be read"
             )
-        return len(rows) - self.held_out
 
-    def _prompt(self, rows: Sequence[Row], number: int, name: str, split: Split, epoch: int) -> Prompt:
-        row = rows[number]
-        # An item of reasoning-gym is made anew each time; there are no fields to look up in the first one.
-        text, answer = self._text_and_answer(row, first=row if self.gym else rows[0])
-        return Prompt(
-            id=name,
-            text=self.template.replace(SLOT, text),
-            answer=answer,
-            metadata=row.values,
-            split=split,
-            epoch=epoch,
-            row=number,
-        )
+    async def _unscorable(self, prompts: list[Prompt]) -> set[int]:
+        return set()
+
+    async def _stream(self, part: OpenData, held: set[bytes]) -> AsyncGenerator[Prompt, None]:
+        """One data set, epoch after epoch."""
+        blocks = part.blocks if part.lazily else Whole([part.blocks.read(0)[n] for n in part.numbers])
+        asked: dict[int, str] = {}  # the last record of each row
+        for epoch in numbers() if self.epochs is None else range(self.epochs):
+            given = False
+            order = in_order(
+                blocks, stop=len(part.numbers), seed=self.seed, epoch=epoch, window=part.config.stream or 1,
+                shuffle=self.shuffle,
+            )  # fmt: skip
+            async for place, row in order:
+                number = part.numbers[place]
+                if part.lazily and not part.used(row):
+                    count("rows_filtered")
+                    continue
+                prompt = part.prompt(row, number, "train", epoch)
+                if part.lazily and content_key(prompt.text) in held:
+                    count("rows_held_out_too")
+                    continue
+                if self.curriculum and not self.curriculum.wants(asked.get(number, ""), epoch):
+                    count("rows_outside_curriculum")
+                    continue
+                given, asked[number] = True, prompt.id if self.curriculum else ""
+                yield prompt
+            if not given:
+                log.warning("%s gave no prompt in epoch %d, and ends", part.config.path, epoch)
+                return
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
+class ScreenedSource(PromptSource):
+    """The same for a known reward: rows that it can't score are quarantined before the first prompt.
+
+    They are listed in `quarantine.jsonl` of the run directory. Of a data set that isn't in memory they are
+    found where they are scored.
+    """
+
+    reward: RolloutReward
+
+    async def _unscorable(self, prompts: list[Prompt]) -> set[int]:
+        return await screened(self.reward, prompts)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterable
-from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import (
@@ -15,15 +14,14 @@ from pydantic import (
     FiniteFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     ValidationError,
     model_validator,
 )
 from pydantic.dataclasses import dataclass
 
-from arriero.components.datasets import path_problem, permutation, read_rows
+from arriero.components.formats import Row
+from arriero.components.row_source import RowSource
 from arriero.engine.errors import UserError
-from arriero.engine.graph import GraphView
 from arriero.schemas.messages import Outcome, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 
@@ -58,33 +56,15 @@ class RecordedGroup(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class RecordedRollouts:
-    """Scored groups from JSONL at any fsspec URL, one `RecordedGroup` a line, in `PromptSource`'s order.
+class RecordedRollouts(RowSource):
+    """Scored groups from JSONL, one `RecordedGroup` a line, as `RowSource` reads it. A string is a path.
 
     Token ids are taken as they are: the model must have the tokenizer that made them.
     """
 
-    path: str
-    epochs: PositiveInt | None = None  # None: for ever
-    shuffle: bool = True
-    seed: NonNegativeInt = 0
-    limit: PositiveInt | None = None  # rows used, from the first
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_string(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
-
     async def run(self) -> AsyncIterator[ScoredGroup]:
-        groups = [_scored(row.where, row.values) for row in read_rows(self.path)[: self.limit]]
-        for epoch in count() if self.epochs is None else range(self.epochs):
-            order = permutation(self.seed, epoch, len(groups)) if self.shuffle else range(len(groups))
-            for row in map(int, order):
-                yield groups[row].model_copy(update={"id": f"e{epoch}-r{row}"})
-
-    def problems(self, view: GraphView) -> Iterable[str]:
-        if problem := path_problem(self.path):
-            yield problem
+        async for epoch, row, group in self.rows(_scored):
+            yield group.model_copy(update={"id": f"e{epoch}-r{row}"})
 
 
 def write_recorded(path: Path, groups: Iterable[ScoredGroup]) -> None:
@@ -120,15 +100,15 @@ def _recorded(scored: ScoredGroup) -> RecordedGroup:
     )
 
 
-def _scored(where: str, values: Any) -> ScoredGroup:
+def _scored(row: Row) -> ScoredGroup:
     try:
-        recorded = RecordedGroup.model_validate_json(json.dumps(values))
+        recorded = RecordedGroup.model_validate_json(json.dumps(row.values))
         rollouts = tuple(_rollout(recorded, r) for r in recorded.rollouts)
         group = RolloutGroup(prompt=Prompt(text=recorded.prompt), rollouts=rollouts)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(p) for p in first["loc"])
-        raise UserError(f"{where}: {place}: {first['msg']}; write it with write_recorded") from error
+        raise UserError(f"{row.where}: {place}: {first['msg']}; write it with write_recorded") from error
     scores = tuple(
         Score(value=r.reward, outcome=Outcome.OK if r.reward > 0 else Outcome.WRONG)
         for r in recorded.rollouts

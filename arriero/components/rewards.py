@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Annotated, Literal, TypeAlias
 
@@ -65,6 +65,9 @@ class WeightedSum(RolloutReward):
 
     def opened(self) -> AbstractAsyncContextManager[Scorer]:
         return _opened(self.terms)
+
+    def screens(self) -> Sequence[RolloutReward]:
+        return [part for t in self.terms for part in t.reward.screens()]
 
     def want(self) -> int:
         return max(t.reward.want() for t in self.terms)

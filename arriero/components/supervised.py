@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from itertools import count
-from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
+from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.datasets import path_problem, permutation, read_rows
+from arriero.components.formats import Row
+from arriero.components.row_source import RowSource
 from arriero.components.text_ids import TextIds, tokenizer_problems
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.stream import Stream
@@ -20,39 +19,18 @@ STRICT = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ExampleSource:
-    """Examples from JSONL or Parquet at any fsspec URL, in `PromptSource`'s order. A string is a path."""
+class ExampleSource(RowSource):
+    """Examples from a file, as `RowSource` reads it. A string is a path."""
 
-    path: str
     prompt_field: str = "prompt"
     response_field: str = "response"
-    epochs: PositiveInt | None = None  # None: for ever
-    shuffle: bool = True
-    seed: NonNegativeInt = 0
-    limit: PositiveInt | None = None  # rows used, from the first
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_string(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
 
     async def run(self) -> AsyncIterator[Example]:
-        rows = read_rows(self.path)[: self.limit]
-        pairs = [
-            (r.text(self.prompt_field, "prompt_field"), r.text(self.response_field, "response_field"))
-            for r in rows
-        ]
-        for epoch in count() if self.epochs is None else range(self.epochs):
-            order = permutation(self.seed, epoch, len(pairs)) if self.shuffle else range(len(pairs))
-            for row in map(int, order):
-                prompt, response = pairs[row]
-                yield Example(id=f"e{epoch}-r{row}", prompt=prompt, response=response, epoch=epoch, row=row)
+        async for epoch, row, (prompt, response) in self.rows(self._texts):
+            yield Example(id=f"e{epoch}-r{row}", prompt=prompt, response=response, epoch=epoch, row=row)
 
-    def problems(self, view: GraphView) -> Iterable[str]:
-        if self.path.startswith("reasoning_gym:"):
-            yield f"{self.path} has questions but no responses to imitate; give a file"
-        elif problem := path_problem(self.path):
-            yield problem
+    def _texts(self, row: Row) -> tuple[str, str]:
+        return row.text(self.prompt_field, "prompt_field"), row.text(self.response_field, "response_field")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -28,7 +28,10 @@ class Admitted(Message):
 
 
 class DroppedEvent(Message):
-    """The prompts `origins` go no further: `node` dropped the record `parent` that came from them."""
+    """The prompts `origins` go no further: `node` dropped the record `parent` that came from them.
+
+    `right_share`: of their rollouts, where it is known.
+    """
 
     kind: Literal["dropped"] = "dropped"
     node: str
@@ -36,12 +39,14 @@ class DroppedEvent(Message):
     origins: tuple[int, ...]
     reason: DropReason
     detail: str = ""
+    right_share: float | None = None
 
 
 class Trained(Message):
     """Version `version` was made from the prompts `origins`.
 
     Staleness is counted in versions: the version about to be replaced minus the one that sampled the token.
+    `right_shares` goes with `origins`: the share of each prompt's rollouts that the reward found right.
     """
 
     kind: Literal["trained"] = "trained"
@@ -53,6 +58,7 @@ class Trained(Message):
     staleness_max: NonNegativeInt
     staleness_mean: FiniteFloat
     reward_mean: FiniteFloat
+    right_shares: tuple[float, ...] = ()
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
@@ -98,6 +104,11 @@ CONTROL: TypeAdapter[Control] = TypeAdapter(Control)
 
 LEDGER_LOG = "ledger"
 CONTROL_LOG = "control"
+
+
+def lengths_log(node: str) -> str:
+    """Name of the log in which a node that puts back notes how long responses were."""
+    return f"lengths-{node}"
 
 
 def loop_log(loop: str) -> str:

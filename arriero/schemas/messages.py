@@ -70,7 +70,7 @@ class Record(Message):
 
 
 class Prompt(Record):
-    """One question. `metadata` is the row of the data set, for the reward; `row` and `epoch` are its place.
+    """One question. `metadata` is the row of the data set `source`; `row` and `epoch` are its place there.
 
     `min_version` is written at admission: the generator starts it with these weights or newer ones.
     """
@@ -81,6 +81,7 @@ class Prompt(Record):
     split: Split = "train"
     epoch: NonNegativeInt = 0
     row: NonNegativeInt = 0
+    source: str = ""
     min_version: NonNegativeInt = 0
 
 
@@ -188,7 +189,8 @@ class Sample(Message):
 
     `advantages` [L] float32 is finite everywhere; `logprobs` and `versions` are None for supervised data,
     else as in `Rollout`. `reference` is as `logprobs`, of a fixed model; None if none has read the sample.
-    `truncated`: the response ended at the limit of tokens, so something would have come after it. `turns`:
+    `truncated`: the response ended at the limit of tokens, so something would have come after it. `right`:
+    the reward's outcome was `ok`. `turns`:
     the parts of the reward that each turn of the policy earned, if they are known apart. `replayed`: it comes
     from a replay buffer, which gives it out without regard to its age.
     `group` is the id of the record it came from, so that a whole group can be dropped from a batch.
@@ -205,6 +207,7 @@ class Sample(Message):
     reward: FiniteFloat = 0.0
     turns: tuple[FiniteFloat, ...] = ()
     truncated: bool = False
+    right: bool = False
     replayed: bool = False
     origin: int = -1
 
@@ -266,11 +269,15 @@ DropReason = Literal["stale", "too_long", "group_timeout", "invalid", "dead_lett
 
 
 class Dropped(Record):
-    """Yielded by a component (or written by the runtime) instead of an output: `parent` goes no further."""
+    """Yielded by a component (or written by the runtime) instead of an output: `parent` goes no further.
+
+    `right_share`: of the rollouts of a group that is dropped for its results.
+    """
 
     parent: str
     reason: DropReason
     detail: str = ""
+    right_share: float | None = None
 
 
 class EndOfStream(Message):

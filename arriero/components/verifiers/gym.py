@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
-from arriero.components.datasets import GYM, gym_scorer
+from arriero.components.gym_rows import GYM, gym_scorer
 from arriero.components.prompts import PromptSource
 from arriero.components.verifiers.reward import STRICT, Isolated, describe, no_verdict, verdict
 from arriero.engine.errors import UserError

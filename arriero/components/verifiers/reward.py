@@ -70,6 +70,10 @@ class RolloutReward(ABC):
         """Why no response to this prompt can be scored (its answer can't be read, say); empty if it can."""
         return ""
 
+    def screens(self) -> Sequence[RolloutReward]:
+        """The rewards whose `unscorable` tells rows of no use apart before anything is sampled."""
+        return (self,) if type(self).unscorable is not RolloutReward.unscorable else ()
+
     def canaries(self) -> Sequence[Canary]:
         """Responses with known verdicts, tried before the first rollout."""
         return ()

@@ -26,8 +26,11 @@ class Context:
     deterministic: bool
     staleness: int
     loop: str
+    replicas: int = 1
     count: Callable[[str, int], None] = lambda name, number: None
     """Add to a named counter of this node, shown in its status and in the summary."""
+    measured: Callable[[str], float | None] = lambda record: None
+    """Of a source: the share of right rollouts of a record of its own, once versions show it."""
 
     @property
     def weights_url(self) -> str:
@@ -72,7 +75,19 @@ def admission_order() -> int | None:
     return context.staleness if context is not None and context.deterministic else None
 
 
+def run_dir() -> Path | None:
+    """The directory of the run; None outside one."""
+    context = _CURRENT.get(None)
+    return context.run_dir if context is not None else None
+
+
+def measured(record: str) -> float | None:
+    """What `Context.measured` says; None outside a run."""
+    context = _CURRENT.get(None)
+    return context.measured(record) if context is not None else None
+
+
 def count(name: str, number: int = 1) -> None:
     """Add to a named counter of the node that is running; outside a run nobody counts."""
-    if (context := _CURRENT.get(None)) is not None:
+    if number and (context := _CURRENT.get(None)) is not None:
         context.count(name, number)

@@ -15,6 +15,7 @@ from arriero.engine.broker import Broker
 from arriero.engine.rates import Window
 from arriero.engine.runtime.journal import follow_ledger
 from arriero.engine.runtime.ledger import Ledger
+from arriero.engine.runtime.results import Results
 from arriero.schemas.ledger import DroppedEvent, Event
 
 _FOR_GOOD = {"too_long", "invalid"}  # reasons that hold in the next epoch too
@@ -30,6 +31,7 @@ class Gate:
     def __init__(self, windows: tuple[Window, ...], steps: int | None) -> None:
         self._windows, self._steps = windows, steps
         self._ledger = Ledger()
+        self.results = Results(tuple(w.producer for w in windows))
         self._last_drop: DroppedEvent | None = None
         self.changed = asyncio.Event()
 
@@ -41,6 +43,7 @@ class Gate:
     def apply(self, event: Event) -> None:
         """Take one event of the ledger into account."""
         self._ledger.apply(event)
+        self.results.apply(event)
         if isinstance(event, DroppedEvent):
             self._last_drop = event
         self.changed.set()

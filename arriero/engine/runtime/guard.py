@@ -7,6 +7,7 @@ gives its place in the admission window back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from arriero.engine.rates import Window, repetitions, windows
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import DroppedEvent, Evaluated, Event, Trained
-from arriero.schemas.messages import Batch, Record, RolloutGroup, ScoredGroup, Weights, oldest
+from arriero.schemas.messages import Batch, Record, RolloutGroup, Sample, ScoredGroup, Weights, oldest
 
 
 def guarded(spec: GraphSpec, node: str) -> Window | None:
@@ -130,6 +131,7 @@ def trained(node: str, weights: Weights, batch: Record) -> Trained:
         tokens=sum(int(s.mask.sum()) for s in samples),
         staleness_max=int(age.max(initial=0)), staleness_mean=float(age.mean()) if len(age) else 0.0,
         reward_mean=float(np.mean([s.reward for s in samples])) if samples else 0.0,
+        right_shares=_right_shares(batch.origins, samples),
         metrics=weights.metrics,
     )  # fmt: skip
 
@@ -140,3 +142,10 @@ def sampled_tokens(output: Record) -> int:
 
 def trained_tokens(batch: Record) -> int:
     return sum(int(s.mask.sum()) for s in batch.samples) if isinstance(batch, Batch) else 0
+
+
+def _right_shares(origins: Sequence[int], samples: Sequence[Sample]) -> tuple[float, ...]:
+    right: dict[int, list[bool]] = {}
+    for s in samples:
+        right.setdefault(s.origin, []).append(s.right)
+    return tuple(float(np.mean(right[o])) if o in right else 0.0 for o in origins) if samples else ()

@@ -33,7 +33,7 @@ from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Loop, Source, Stream
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import DroppedEvent, Event, loop_log
-from arriero.schemas.messages import Dropped, Record, Weights
+from arriero.schemas.messages import Dropped, Record, RolloutGroup, Weights
 from arriero.schemas.run import RunOptions
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class NodeRunner:
         if self._ahead is not None:
             watches.append(self._follow_ahead(self._ahead))
         if self._handover is not None:
-            watches.append(self._handover.end_with_the_prompts())
+            watches += [self._handover.end_with_the_prompts(), self._handover.lengths.follow()]
         return watches
 
     async def _follow_ahead(self, ahead: Ahead) -> None:
@@ -222,6 +222,8 @@ class NodeRunner:
                 self.clock.tokens += trained_tokens(batch)
         if self._ahead is not None:
             self._ahead.gave(output)
+        if self._handover is not None and isinstance(output, RolloutGroup):
+            self._handover.lengths.note(output)
         answered = parents if self._children[parents] >= self._produces else ()
         leases = tuple(lease for p in answered for lease in self._answer(p))
         if answered:
@@ -239,6 +241,7 @@ class NodeRunner:
             origins=taken[output.parent].origins,
             reason=output.reason,
             detail=output.detail,
+            right_share=output.right_share,
         )
         self.outbox.settle((event,), tuple(self._answer(output.parent)))
 

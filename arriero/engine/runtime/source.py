@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from arriero.engine.errors import UserError
@@ -31,6 +32,8 @@ class SourceRunner(NodeRunner):
         self._evaluation: Evaluation | None = component.evaluation() if has else None
         self._evaluated = -1  # the last version for which held-out prompts were sent
         self._held_out_sent = 0
+        self._next = 0  # the number of the next record
+        self.context = replace(self.context, measured=self._measured)
 
     def _watches(self) -> list[Coroutine[Any, Any, None]]:
         return [self._gate.follow(self.broker), self._wake_at_end()]
@@ -53,18 +56,26 @@ class SourceRunner(NodeRunner):
         """Send records until the component has no more, or nobody wants more; how many were sent."""
         gate, k, first_epoch = self._gate, 0, 0
         async with aclosing(cast("AsyncGenerator[Record, None]", self.node.component.run())) as outputs:
-            async for output in outputs:
+            while True:
+                # The gate first: what a record is may depend on the versions that are there by then.
+                await self._until(lambda: gate.open_for(k), lambda: gate.state(k))  # noqa: B023
+                if gate.finished or self.progress.sinks_ended.is_set():
+                    break
+                self._next = k
+                if (output := await anext(outputs, None)) is None:
+                    break
                 if isinstance(output, Dropped):
                     raise ValueError(f"{self.node.name} is a source and has nothing to drop")
                 first_epoch += not _epoch(output)
-                await self._until(lambda: gate.open_for(k), lambda: gate.state(k))  # noqa: B023
                 if _epoch(output) and (why := gate.hopeless(first_epoch)):
                     raise UserError(f"{self.node.name}: {why}")
-                if gate.finished or self.progress.sinks_ended.is_set():
-                    break
                 await self._send(output, origin=k, min_version=gate.min_version(k))
                 k += 1
         return k
+
+    def _measured(self, record: str) -> float | None:
+        """The share of right rollouts of a record, as far as versions show it that are certain by now."""
+        return self._gate.results.share(record, self._gate.min_version(self._next))
 
     async def _evaluate(self, version: int) -> None:
         """Send the held-out prompts for `version`, if they were not sent for it already."""

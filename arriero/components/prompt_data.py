@@ -1,0 +1,223 @@
+"""`PromptData`: one data set as prompts, and which of its rows are trained on, held out or left out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
+from typing import Annotated, Any, Self, cast
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
+
+from arriero.components.blocks import Blocks, Whole
+from arriero.components.datasets import open_blocks, path_problem
+from arriero.components.formats import JsonObject, Row, json_lists
+from arriero.components.gym_rows import GYM, GYM_SIZE, GymRows, gym_dataset
+from arriero.components.presets import expanded
+from arriero.components.row_filter import RowFilter
+from arriero.engine.errors import UserError
+from arriero.engine.portable import resolve
+from arriero.schemas.messages import Prompt, Split
+
+SLOT = "{prompt}"
+
+Keep = Callable[[JsonObject], bool]
+
+
+def _imported(value: object) -> object:
+    return resolve(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class PromptData:
+    """Prompts from `path`: a file at any fsspec URL, several by a pattern, `reasoning_gym:NAME` or a preset.
+
+    A string is a path. Held-out rows are the last `held_out` ones, or those of `eval_path`; they are never
+    trained on, nor is a row with the same text. Row numbers are those of the data set, from 0.
+    """
+
+    path: str
+    prompt_field: str = ""  # empty: "prompt", or "question" if the first row has no "prompt"
+    answer_field: str = ""  # empty: "answer" if the first row has it, else prompts have no answer
+    template: str = SLOT  # {prompt} is replaced; other braces stay as they are
+    where: str = ""  # rows used: an expression over fields, `0.1 <= pass_rate <= 0.9`; empty: all
+    keep: Annotated[Keep | None, BeforeValidator(_imported)] = None  # a function of a row's fields: whether
+    limit: PositiveInt | None = None  # training rows used, from the first
+    held_out: NonNegativeInt = 0  # rows kept from training, from the end
+    eval_path: str = ""
+    eval_limit: PositiveInt | None = None
+    stream: NonNegativeInt = 0  # blocks of a file in memory at once; 0: all of it
+    size: PositiveInt | None = None  # of a reasoning_gym set; held-out items are counted in. None: 1000
+    options: Annotated[Mapping[str, JsonValue], BeforeValidator(json_lists)] = Field(
+        default_factory=dict[str, JsonValue]
+    )
+    name: str = ""  # what evaluations call it; empty: the preset's or file's name
+    weight: PositiveFloat = 1.0  # share of the prompts, where there are several data sets
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: Any) -> Any:
+        given: Any = {"path": value} if isinstance(value, str) else value
+        if isinstance(given, ArgsKwargs):
+            return ArgsKwargs(given.args, expanded(given.kwargs or {}))
+        return expanded(cast("dict[str, Any]", given)) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if SLOT not in self.template:
+            raise ValueError(f"template {self.template!r} has no {SLOT}; put it where the row's text belongs")
+        if self.held_out and self.eval_path:
+            raise ValueError(
+                f"held_out={self.held_out} and eval_path={self.eval_path!r} are both set; use one"
+            )
+        if not self.gym and (self.size or self.options):
+            raise ValueError(f"size and options are for {GYM}NAME; for a file use limit (path={self.path!r})")
+        if self.gym and (self.prompt_field or self.answer_field):
+            raise ValueError(f"{self.path} has no fields to choose; remove prompt_field and answer_field")
+        if "size" in self.options:
+            raise ValueError("size is a field of its own; remove it from options")
+        # Item i is made from seed + i, so another seed would repeat most of the training items.
+        if self.eval_path.startswith(GYM):
+            raise ValueError(f"eval_path={self.eval_path!r}: hold items out of one set with held_out instead")
+        if self.where:
+            RowFilter(self.where)
+        return self
+
+    @property
+    def gym(self) -> str:
+        """Name of the reasoning-gym data set; empty for a file."""
+        return self.path.removeprefix(GYM) if self.path.startswith(GYM) else ""
+
+    @property
+    def called(self) -> str:
+        """What evaluations call it."""
+        return self.name or self.gym or self.path.rpartition("/")[2].partition(".")[0]
+
+    def data_problems(self) -> Iterable[str]:
+        """Missing local files, unknown data sets and their options; remote data isn't touched."""
+        found = [p for path in (self.path, self.eval_path) if path and (p := path_problem(path))]
+        if self.gym and not found:
+            try:
+                gym_dataset(self.gym, self.options, size=self.size or GYM_SIZE)
+            except UserError as error:
+                found.append(str(error))
+        return found
+
+
+def content_key(text: str) -> bytes:
+    """Tells texts apart that differ in more than white space."""
+    return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
+
+
+@plain_dataclass(kw_only=True)
+class OpenData:
+    """A data set that is read. `place` tells its records from those of other sets; 0 is the first.
+
+    `lazily`: rows come as they are needed, so that what is left out is found only then.
+    """
+
+    config: PromptData
+    place: int = 0
+    blocks: Blocks = field(init=False)
+    lazily: bool = field(init=False)
+    numbers: Sequence[int] = field(
+        init=False
+    )  # of the rows that may be trained on, as they stand in `blocks`
+
+    def __post_init__(self) -> None:
+        data = self.config
+        if data.gym:
+            self.blocks: Blocks = Whole(GymRows(data.gym, data.options, data.size or GYM_SIZE))
+        else:
+            self.blocks = open_blocks(data.path, in_memory=not data.stream)
+        self.lazily = bool(data.gym or data.stream)
+        self._size = sum(self.blocks.sizes)
+        self._where = RowFilter(data.where) if data.where else None
+        if data.held_out >= self._size:
+            raise UserError(
+                f"{data.path}: held_out={data.held_out} leaves nothing of {self._size} rows to train on"
+            )
+        self._fields = ("question", "answer") if data.gym else self._chosen(next(self._rows(0)).values)
+        self.numbers = range(self._size - data.held_out)
+        if self.lazily:
+            self.numbers = self.numbers[: data.limit]
+        else:
+            for row in self.blocks.read(0):  # a bad one is found at the start, not in the third epoch
+                self.text_and_answer(row)
+
+    def _rows(self, first: int) -> Iterator[Row]:
+        """The rows from number `first` on."""
+        begin = 0
+        for block, size in enumerate(self.blocks.sizes):
+            if begin + size > first:
+                rows = self.blocks.read(block)
+                yield from (rows[k] for k in range(max(0, first - begin), size))
+            begin += size
+
+    def _chosen(self, first: JsonObject) -> tuple[str, str]:
+        """The fields of prompt and answer; an empty one for no answer."""
+        alone = "question" in first and "prompt" not in first
+        prompt = self.config.prompt_field or ("question" if alone else "prompt")
+        return prompt, self.config.answer_field or ("answer" if "answer" in first else "")
+
+    def text_and_answer(self, row: Row) -> tuple[str, str]:
+        """Raises UserError for a row without them."""
+        prompt, answer = self._fields
+        if self.config.gym:  # None where a set has many right answers
+            given = row.values.get("answer")
+            return row.text(prompt, "path"), "" if given is None else row.text(answer, "path")
+        return row.text(prompt, "prompt_field"), row.text(answer, "answer_field") if answer else ""
+
+    def used(self, row: Row) -> bool:
+        """Whether the configuration lets the row be used. Raises UserError."""
+        keep = self.config.keep
+        return (self._where is None or self._where(row)) and (keep is None or keep(row.values))
+
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        """Never give these rows."""
+        gone = set(numbers)
+        self.numbers = [n for n in self.numbers if n not in gone]
+
+    def held_out(self) -> list[Prompt]:
+        """The held-out prompts, in the order of the data set; empty without any. Raises UserError."""
+        data, found = self.config, list[Prompt]()
+        if data.eval_path:
+            own = PromptData(
+                path=data.eval_path, prompt_field=data.prompt_field, answer_field=data.answer_field,
+                template=data.template, name=data.called,
+            )  # fmt: skip
+            other = OpenData(config=own, place=self.place)
+            rows = enumerate(other._rows(0))
+            found = [other.prompt(row, n, "eval", 0) for n, row in rows if self.used(row)]
+        elif data.held_out:
+            first = self._size - data.held_out
+            rows = enumerate(self._rows(first), start=first)
+            found = [self.prompt(row, n, "eval", 0) for n, row in rows if self.used(row)]
+        return found[: data.eval_limit]
+
+    def prompt(self, row: Row, number: int, split: Split, epoch: int) -> Prompt:
+        """The row as a prompt."""
+        text, answer = self.text_and_answer(row)
+        first = f"s{self.place}-" if self.place else ""
+        return Prompt(
+            id=f"{first}eval-r{number}" if split == "eval" else f"{first}e{epoch}-r{number}",
+            text=self.config.template.replace(SLOT, text),
+            answer=answer,
+            metadata=row.values,
+            split=split,
+            epoch=epoch,
+            row=number,
+            source=self.config.called,
+        )
