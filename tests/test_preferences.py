@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from arriero.components.forward import PolicyForward
 from arriero.components.optimizer import AdamW
 from arriero.components.policy import load_policy, sample_logprobs
 from arriero.components.preferences import Preference, PreferenceBatch, PreferenceSource
@@ -67,7 +68,12 @@ async def margins(model: str, reference: str, data: Path) -> npt.NDArray[np.floa
     (batch,) = kept(await outputs(batcher.run(stream(kept(await outputs(source.run())), Preference))))
     assert isinstance(batch, Batch)
     sums = [
-        np.array([lp.sum() for lp in sample_logprobs(load_policy(m)[0], batch.samples, token_budget=4096)])
+        np.array(
+            [
+                lp.sum()
+                for lp in sample_logprobs(PolicyForward(load_policy(m)[0]), batch.samples, token_budget=4096)
+            ]
+        )
         for m in (model, reference)
     ]
     ratio_S = sums[0] - sums[1]

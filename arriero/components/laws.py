@@ -35,7 +35,7 @@ from arriero.components.law_cases import (
     untrained,
 )
 from arriero.components.losses import Loss, facts
-from arriero.components.packing import Layout, plan
+from arriero.components.packing import Layout, plan, read
 
 if TYPE_CHECKING:
     from arriero.engine.graph import Graph
@@ -102,10 +102,11 @@ def _split(loss: Loss) -> Iterator[Violation]:
     whole = outcome(loss, case, [range(len(lengths))])
     alone = [range(i, i + terms) for i in range(0, len(lengths), terms)]
     yield from _differs("split", "every sequence alone", outcome(loss, case, alone), whole)
-    layouts: tuple[Layout, ...] = ("padded", "concatenated")
+    layouts: tuple[Layout, ...] = ("padded", "packed", "shared_prefix")
+    inputs = [read(s) for s in case.samples]
     for layout in layouts:
         for ranks in (1, 3):
-            shares = plan(lengths, token_budget=24, ranks=ranks, layout=layout, together=terms)
+            shares = plan(inputs, token_budget=24, ranks=ranks, layout=layout, together=terms)
             micros = [micro for share in shares for micro in share]
             name = f"{ranks} rank(s), {len(micros)} {layout} micro-batches"
             yield from _differs("split", name, outcome(loss, case, micros, layout=layout), whole)

@@ -1,6 +1,6 @@
 """A policy as a model: read from a directory, and its log-probabilities of trained tokens.
 
-Shape suffixes: B = rows, V = vocabulary, T = trained tokens of a micro-batch, K = logits kept per row.
+Shape suffixes: T = trained tokens of a micro-batch.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -8,7 +8,6 @@ Shape suffixes: B = rows, V = vocabulary, T = trained tokens of a micro-batch, K
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -18,13 +17,13 @@ import numpy.typing as npt
 import torch
 
 from arriero.components.model_directory import loading
-from arriero.components.packing import MicroBatch, check_samples, forward_length, pack, plan
+from arriero.components.packing import check_samples, pack, plan, read
 from arriero.engine.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from arriero.components.forward import PolicyForward
     from arriero.schemas.messages import Sample
 
 
@@ -86,51 +85,28 @@ def check_directory(path: Path | str) -> Path:
     return directory
 
 
-def token_logprobs(
-    model: PreTrainedModel, micro: MicroBatch, *, keeps_logits: bool, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy (nats) [T] of the trained tokens, temperature applied.
-
-    `keeps_logits`: whether the model's forward takes `logits_to_keep`; otherwise all logits are made. The
-    entropy has a gradient only with `entropy_gradient`, which keeps one more tensor of the logits' size.
-    """
-    arguments = {"input_ids": micro.input_ids_BL, "position_ids": micro.position_ids_BL, "use_cache": False}
-    if keeps_logits:
-        logits_BKV = model(**arguments, logits_to_keep=micro.keep).logits
-    else:
-        keep = slice(-micro.keep, None) if isinstance(micro.keep, int) else micro.keep
-        logits_BKV = model(**arguments).logits[:, keep]
-    logits_TV = logits_BKV.flatten(0, 1)
-    tokens = micro.tokens
-    if len(micro.index_T) < len(logits_TV):
-        logits_TV = logits_TV.index_select(0, micro.index_T)
-    distribution_TV = (logits_TV.float() / tokens.temperatures_T[:, None]).log_softmax(-1)
-    logprobs_T = distribution_TV.gather(1, tokens.targets_T[:, None])[:, 0]
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy_T = -(distribution_TV.exp() * distribution_TV).sum(-1)
-    return logprobs_T, entropy_T
-
-
 def sample_logprobs(
-    model: PreTrainedModel, samples: Sequence[Sample], *, token_budget: int
+    forward: PolicyForward, samples: Sequence[Sample], *, token_budget: int
 ) -> list[npt.NDArray[np.float32]]:
     """Log-probabilities of each sample's trained tokens, in micro-batches of up to `token_budget` tokens.
 
     ValueError for a sample that the model can't read, and for a vocabulary too small for its tokens.
     """
-    check_samples(samples, context=getattr(model.config, "max_position_embeddings", None))
+    config = forward.model.config
+    check_samples(samples, context=getattr(config, "max_position_embeddings", None))
     largest = max((int(s.tokens.max(initial=0)) for s in samples), default=0)
-    if largest >= (size := int(model.config.vocab_size)):
+    if largest >= (size := int(config.vocab_size)):
         raise ValueError(
             f"token {largest} is outside the model's vocabulary of {size}; it isn't the policy's"
         )
-    keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     found = [np.zeros(0, np.float32)] * len(samples)
-    (micros,) = plan([forward_length(s) for s in samples], token_budget=token_budget)
+    (micros,) = plan([read(s) for s in samples], token_budget=token_budget, layout=forward.layout)
     for indices in micros:
-        micro = pack(samples, indices, np.ones(len(samples)), device=model.device)
+        micro = pack(
+            samples, indices, np.ones(len(samples)), layout=forward.layout, device=forward.model.device
+        )
         with torch.no_grad():
-            logprobs_T, _ = token_logprobs(model, micro, keeps_logits=keeps_logits)
+            logprobs_T, _ = forward(micro)
         ends = np.cumsum([int(samples[i].mask.sum()) for i in indices])[:-1]
         for i, values in zip(indices, np.split(logprobs_T.cpu().numpy(), ends), strict=True):
             found[i] = values

@@ -11,12 +11,13 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory
+from arriero.components.planning import Layout
 from arriero.engine.graph import GraphView
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Batch, Sample
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from arriero.components.forward import PolicyForward
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -24,11 +25,12 @@ class ReferenceLogprobs:
     """The batch with `reference` on every sample: what `model` says of the trained tokens, in nats.
 
     At the temperature the sample was drawn at, so that it is comparable with the policy's. The model must
-    have the policy's vocabulary. Micro-batches hold up to `token_budget` tokens.
+    have the policy's vocabulary. Micro-batches hold up to `token_budget` tokens, in the layout `packing`.
     """
 
     model: str
     token_budget: PositiveInt = 8192
+    packing: Layout = "shared_prefix"
     computes: ClassVar[bool] = True
 
     def problems(self, view: GraphView) -> Iterable[str]:
@@ -36,22 +38,23 @@ class ReferenceLogprobs:
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Batch]:
         with ComputeThread("reference") as compute:
-            model = await compute(self._load)
+            forward = await compute(self._load)
             async for batch in batches:
-                yield await compute(self._read, model, batch)
+                yield await compute(self._read, forward, batch)
 
-    def _load(self) -> PreTrainedModel:
+    def _load(self) -> PolicyForward:
         import torch
 
+        from arriero.components.forward import PolicyForward
         from arriero.components.policy import load_policy
 
         model, _ = load_policy(self.model, device="cuda" if torch.cuda.is_available() else "cpu")
-        return model
+        return PolicyForward(model, layout=self.packing)
 
-    def _read(self, model: PreTrainedModel, batch: Batch) -> Batch:
+    def _read(self, forward: PolicyForward, batch: Batch) -> Batch:
         from arriero.components.policy import sample_logprobs
 
-        found = sample_logprobs(model, batch.samples, token_budget=self.token_budget)
+        found = sample_logprobs(forward, batch.samples, token_budget=self.token_budget)
         samples = tuple(_with_reference(s, f) for s, f in zip(batch.samples, found, strict=True))
         return batch.model_copy(update={"samples": samples, "parents": (batch.id,)})
 

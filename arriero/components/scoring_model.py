@@ -3,7 +3,7 @@
 It is a sequence-classification model of one label in Hugging Face format, whose head is read where we say and
 not at the last token that isn't padding: an end of sequence that is also the padding can't move it.
 
-Shape suffixes: B = rows, L = positions, K = positions kept, H = hidden, T = trained tokens of a micro-batch.
+Shape suffixes: B = rows, L = positions, H = hidden, T = trained tokens of a micro-batch.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from arriero.components.descent import Descent
 from arriero.components.losses import sequence_weights
 from arriero.components.optimizer import AdamW
-from arriero.components.packing import MicroBatch, PackedTokens, check_samples, forward_length, pack, plan
+from arriero.components.packing import MicroBatch, PackedTokens, check_samples, pack, plan, read
 from arriero.components.policy import check_directory
 from arriero.schemas.messages import Sample
 
@@ -80,8 +80,7 @@ def scores(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     arguments = {"input_ids": micro.input_ids_BL, "position_ids": micro.position_ids_BL, "use_cache": False}
     headed: Any = model  # the head has no common type
     hidden_BLH: Tensor = headed.base_model(**arguments).last_hidden_state
-    keep = slice(-micro.keep, None) if isinstance(micro.keep, int) else micro.keep
-    hidden_TH = hidden_BLH[:, keep].flatten(0, 1).index_select(0, micro.index_T)
+    hidden_TH = hidden_BLH.flatten(0, 1).index_select(0, micro.index_T)
     score_T1: Tensor = headed.score(hidden_TH)
     return score_T1[:, 0].float()
 
@@ -151,5 +150,5 @@ class ScoringState:
 
     def _micros(self, samples: Sequence[Sample], *, ranks: int, rank: int) -> Sequence[Sequence[int]]:
         check_samples(samples, context=getattr(self.model.config, "max_position_embeddings", None))
-        lengths = [forward_length(s) for s in samples]
-        return plan(lengths, token_budget=self._budget, ranks=ranks, together=self._together)[rank]
+        inputs = [read(s) for s in samples]
+        return plan(inputs, token_budget=self._budget, ranks=ranks, together=self._together)[rank]

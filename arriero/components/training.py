@@ -13,7 +13,6 @@ An update is all or nothing: what can be wrong with a batch, a loss or a gradien
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,11 +25,13 @@ import torch
 import torch.distributed as dist
 
 from arriero.components.descent import Descent
+from arriero.components.forward import PolicyForward
+from arriero.components.head import Head
 from arriero.components.losses import Aggregation, Loss, facts, sequence_weights
 from arriero.components.measures import Measures, over_updates
 from arriero.components.optimizer import AdamW
-from arriero.components.packing import Layout, MicroBatch, check_samples, forward_length, pack, plan
-from arriero.components.policy import load_policy, token_logprobs
+from arriero.components.packing import Layout, MicroBatch, check_samples, pack, plan, read
+from arriero.components.policy import load_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from arriero.schemas.messages import Batch, Sample
 
-__all__ = ["Precision", "TrainState", "load_policy", "token_logprobs"]
+__all__ = ["Precision", "TrainState", "load_policy"]
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -65,7 +66,7 @@ class TrainState:
         horizon: float = 0,
         minibatches: int = 1,
         epochs: int = 1,
-        layout: Layout = "padded",
+        layout: Layout = "shared_prefix",
         precision: Precision = "float32",
         group: dist.ProcessGroup | None = None,
         mismatch_bound: float = 0.5,
@@ -84,10 +85,12 @@ class TrainState:
         self._cut: tuple[int, Layout] = (token_budget, layout)
         self._aggregation: tuple[Aggregation, float] = (aggregation, horizon)
         self._updates = (minibatches, epochs)
-        self._precision = precision
         self._group = group
         self._mismatch_bound = mismatch_bound
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        half_precision = torch.bfloat16 if precision == "bfloat16" else None
+        self._forward = PolicyForward(
+            model, layout=layout, head=Head(dtype=half_precision), autocast=half_precision
+        )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._descent = Descent(trained, optimizer, steps=steps, group=group)
 
@@ -125,7 +128,7 @@ class TrainState:
         token_budget, layout = self._cut
         ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
         shares = plan(
-            [forward_length(s) for s in samples],
+            [read(s) for s in samples],
             token_budget=token_budget,
             ranks=ranks,
             layout=layout,
@@ -135,13 +138,8 @@ class TrainState:
 
     def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [T] of the trained tokens under the weights of now."""
-        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
-            return token_logprobs(
-                self.model,
-                micro,
-                keeps_logits=self._keeps_logits,
-                entropy_gradient="entropy" in self._facts.needs,
-            )
+        logprobs_T, entropy_T = self._forward(micro, entropy_gradient="entropy" in self._facts.needs)
+        return logprobs_T, entropy_T
 
     def state_dict_for_weights(self) -> dict[str, Tensor]:
         """Name -> tensor of the policy: what `save` writes, a tensor that several names share once."""
