@@ -1,0 +1,1 @@
+"""The record of a run: written while it goes on, asked and audited afterwards."""

@@ -1,0 +1,141 @@
+"""An append-only log of JSON lines, each of which holds the hash of itself and all before it.
+
+    {..., "hash": sha256(hash of the line before + this line without its hash)}
+
+It stands in segments, `chain/<number of the first entry>.jsonl`, at any fsspec URL. Where a file can be
+appended to, a segment grows up to 4 MiB; elsewhere each commit is one object. A commit is one write that ends
+with a line `committed`; what follows the last of them is a torn tail, cut off when the log is opened again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from arriero.engine.lineage.files import Files
+from arriero.schemas.lineage import ENTRY, Anchor, Committed, Entry
+
+GENESIS = "0" * 64
+_SEGMENT_BYTES = 4 << 20
+_SUFFIX = len(b',"hash":""}') + 64
+_COMMITTED = b'"kind":"committed"'
+
+
+class ChainError(RuntimeError):
+    """The log isn't what was written: a line is damaged, missing or out of place."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One entry as it stands in the log: `number` from 0, the JSON without its hash, and its hash."""
+
+    number: int
+    body: bytes
+    hash: str
+
+    @property
+    def entry(self) -> Entry:
+        """Raises ValidationError if it is none."""
+        return ENTRY.validate_json(self.body)
+
+
+def link(before: str, body: bytes) -> str:
+    """The hash of an entry that follows the one with hash `before`."""
+    return hashlib.sha256(before.encode() + body).hexdigest()
+
+
+def lines(url: str) -> Iterator[Line]:
+    """All lines in order, hashes unchecked. Raises ChainError for one that isn't whole, with its number."""
+    files = Files(url, "chain")
+    number = 0
+    for name in files.names(".jsonl"):
+        for raw in files.read(name).splitlines(keepends=True):
+            yield _parsed(raw, number)
+            number += 1
+
+
+def verified(url: str) -> Iterator[Line]:
+    """As `lines`; raises ChainError at the first whose hash doesn't follow from all before it."""
+    head = GENESIS
+    for line in lines(url):
+        if line.hash != (want := link(head, line.body)):
+            raise ChainError(f"entry {line.number} has hash {line.hash[:12]}, but it should be {want[:12]}")
+        head = line.hash
+        yield line
+
+
+def _parsed(raw: bytes, number: int) -> Line:
+    head, mark, tail = raw[: -_SUFFIX - 1], raw[-_SUFFIX - 1 :][:9], raw[-2:]
+    if not raw.endswith(b"\n") or mark != b',"hash":"' or tail != b"}\n":
+        raise ChainError(f"entry {number} isn't whole: it ends with {raw[-24:]!r}")
+    return Line(number, head + b"}", raw[-67:-3].decode(errors="replace"))
+
+
+class Chain:
+    """The log, open for appending by one writer."""
+
+    def __init__(self, url: str) -> None:
+        """Makes it, or opens it again and cuts a torn tail off. Raises ChainError for any other damage."""
+        self._files = Files(url, "chain")
+        self.cut_bytes = 0
+        self.last: Committed | None = None
+        self._entries, self._head = 0, GENESIS
+        self._segment, self._size = "", 0
+        self.reopened = self._resume()
+
+    @property
+    def anchor(self) -> Anchor:
+        return Anchor(entries=self._entries, head=self._head)
+
+    def commit(self, entries: Sequence[Entry], end: Committed) -> None:
+        """Append `entries` and the line that makes them count, in one write."""
+        written: list[bytes] = []
+        count, head = self._entries, self._head
+        for entry in (*entries, end):
+            body = entry.model_dump_json().encode()
+            head = link(head, body)
+            written.append(body[:-1] + b',"hash":"' + head.encode() + b'"}\n')
+            count += 1
+        data = b"".join(written)
+        if not self._segment or not self._files.grow or self._size >= _SEGMENT_BYTES:
+            self._segment, self._size = f"{self._entries:012d}.jsonl", 0
+        if self._size:
+            self._files.append(self._segment, data)
+        else:
+            self._files.write(self._segment, data)
+        self._size += len(data)
+        self._entries, self._head, self.last = count, head, end
+
+    def _resume(self) -> bool:
+        """Take up at the last commit; whether there was one."""
+        if names := self._files.names(".jsonl"):
+            self._cut(names[-1])
+        head, number = GENESIS, 0
+        for name in self._files.names(".jsonl"):
+            data = self._files.read(name)
+            for raw in data.splitlines(keepends=True):
+                line = _parsed(raw, number)
+                if line.hash != link(head, line.body):
+                    raise ChainError(f"entry {number} in {name} doesn't follow from those before it")
+                head, number = line.hash, number + 1
+                if _COMMITTED in line.body:
+                    entry = line.entry
+                    self.last = entry if isinstance(entry, Committed) else self.last
+            self._segment, self._size = name, len(data)
+        self._entries, self._head = number, head
+        return number > 0
+
+    def _cut(self, name: str) -> None:
+        """Take what stands after the last commit off the segment."""
+        data = self._files.read(name)
+        kept = end = 0
+        for raw in data.splitlines(keepends=True):
+            end += len(raw)
+            if _COMMITTED in raw and raw.endswith(b'"}\n'):
+                kept = end
+        self.cut_bytes = len(data) - kept
+        if not kept:
+            self._files.remove(name)
+        elif self.cut_bytes:
+            self._files.write(name, data[:kept])

@@ -1,0 +1,175 @@
+"""A record, read: its entries in memory, its content from where it stands when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from arriero.engine.lineage.chain import GENESIS, ChainError, Line, lines, link
+from arriero.engine.lineage.content import TOKENS, Columns, batch_of, columns, group_of, pieces
+from arriero.engine.lineage.spaces import Spaces
+from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Trained
+from arriero.schemas.lineage import (
+    Anchor,
+    BatchEntry,
+    Closed,
+    Entry,
+    GroupEntry,
+    Noted,
+    Opened,
+    Place,
+    RecordEntry,
+    Redacted,
+    RunEntry,
+    WeightsEntry,
+)
+from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
+
+FOLDER = "lineage"
+
+
+def record_url(place: str) -> str:
+    """The record of a run directory, or `place` itself if it is the URL of one."""
+    path = Path(place)
+    return str(path / FOLDER) if (path / FOLDER).is_dir() else place
+
+
+class Lineage:
+    """The record at a URL, or of a run directory. Raises ChainError if there is none, or a line is damaged.
+
+    Whether the hashes hold is what `broken` says; a question doesn't need the answer, an audit does.
+    A torn tail of a run that goes on, or was killed, is left out.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.url = record_url(place)
+        self._spaces = Spaces(self.url)
+        self.opened: Opened | None = None
+        self.closed: Closed | None = None
+        self.events: list[Event] = []
+        self.groups: dict[str, GroupEntry] = {}  # by the id under which samples name them
+        self.batches: dict[str, BatchEntry] = {}  # the last one seen of each id
+        self.records: dict[str, RecordEntry] = {}
+        self.weights: list[WeightsEntry] = []
+        self.run: list[RunEntry] = []
+        self.redacted: set[str] = set()
+        self.twice: list[str] = []  # ids recorded more than once on one edge
+        self.broken = ""
+        self.anchor = Anchor(entries=0, head=GENESIS)
+        self._edges: set[tuple[str, str]] = set()
+        for line in self._whole():
+            self._take(line)
+        if not self.anchor.entries:
+            raise ChainError(f"{self.url} holds no record; run with --record, and give the run's directory")
+
+    def _whole(self) -> Iterator[Line]:
+        """The lines up to the last commit."""
+        held: list[Line] = []
+        try:
+            for line in lines(self.url):
+                held.append(line)
+                if b'"kind":"committed"' in line.body:
+                    yield from held
+                    held = []
+        except ChainError as error:
+            if b"".join(line.body for line in held) or "isn't whole" not in str(error):
+                self.broken = self.broken or str(error)
+
+    def _take(self, line: Line) -> None:
+        if not self.broken and line.hash != link(self.anchor.head, line.body):
+            self.broken = f"entry {line.number} was changed, or something before it was taken away or put in"
+        self.anchor = Anchor(entries=line.number + 1, head=line.hash)
+        self._sort(line.entry)
+
+    def _sort(self, entry: Entry) -> None:
+        match entry:
+            case Noted():
+                self.events.append(entry.event)
+            case GroupEntry():
+                self._once(entry.edge, name := entry.scores.id if entry.scores else entry.id)
+                self.groups[name] = entry
+            case BatchEntry():
+                self._once(entry.edge, entry.id)
+                self.batches[entry.id] = entry
+            case RecordEntry():
+                self._once(entry.edge, entry.id)
+                self.records[entry.id] = entry
+            case WeightsEntry():
+                self.weights.append(entry)
+            case RunEntry():
+                self.run.append(entry)
+            case Opened():
+                self.opened = self.opened or entry
+            case Closed():
+                self.closed = entry
+            case Redacted():
+                self.redacted.update(entry.groups)
+            case _:
+                pass
+
+    def _once(self, edge: str, name: str) -> None:
+        if (edge, name) in self._edges:
+            self.twice.append(f"{name} on {edge}")
+        self._edges.add((edge, name))
+
+    # --- content ------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[Trained]:
+        return [e for e in self.events if isinstance(e, Trained)]
+
+    @property
+    def admitted(self) -> list[Admitted]:
+        return [e for e in self.events if isinstance(e, Admitted)]
+
+    @property
+    def dropped(self) -> list[DroppedEvent]:
+        return [e for e in self.events if isinstance(e, DroppedEvent)]
+
+    @property
+    def evaluated(self) -> list[Evaluated]:
+        return [e for e in self.events if isinstance(e, Evaluated)]
+
+    def arrays(self, group: GroupEntry) -> Columns:
+        """The four token arrays of all its rollouts, one after the other."""
+        return self._tokens(group.arrays)
+
+    def text(self, place: Place) -> bytes:
+        return self._spaces.read("text", place, "bytes")["bytes"].tobytes() if place.size else b""
+
+    def group(self, name: str) -> ScoredGroup | RolloutGroup:
+        """The record itself, as it was. KeyError for an unknown id."""
+        entry = self.groups[name]
+        return group_of(entry, self.arrays(entry), self.text(entry.text))
+
+    def batch(self, name: str) -> Batch:
+        """The batch itself, bit for bit as it passed to the trainer. KeyError for an unknown id."""
+        entry = self.batches[name]
+        held = {k: self.arrays(self.groups[g]) for k, g in enumerate(entry.groups) if self._needs(entry, k)}
+        at = {k: pieces(self.groups[entry.groups[k]].lengths) for k in held}
+        own = self._tokens(entry.own)
+        own_at = iter(pieces(n for n, k in zip(entry.lengths, entry.rollout, strict=True) if k < 0))
+        tokens: list[Columns] = []
+        for group, rollout in zip(entry.group, entry.rollout, strict=True):
+            arrays, piece = (held[group], at[group][rollout]) if rollout >= 0 else (own, next(own_at))
+            tokens.append({name: arrays[name][piece] for name in TOKENS})
+        values = [self._values("advantages", entry.advantages), self._values("reference", entry.reference)]
+        return batch_of(entry, tokens, *values)
+
+    def trained_batch(self, step: Trained) -> Batch:
+        """What the step was made from: its batch without the groups that the trainer dropped as stale."""
+        batch = self.batch(step.batch)
+        gone = {d.parent for d in self.dropped if d.node == step.node} & {s.group for s in batch.samples}
+        return batch.without(frozenset(gone)) if gone else batch
+
+    def _tokens(self, place: Place) -> Columns:
+        return self._spaces.read("rollouts", place, *TOKENS) if place.size else columns([])
+
+    def _needs(self, entry: BatchEntry, group: int) -> bool:
+        return any(g == group and k >= 0 for g, k in zip(entry.group, entry.rollout, strict=True))
+
+    def _values(self, space: str, place: Place) -> npt.NDArray[np.float32]:
+        return self._spaces.read(space, place, "values")["values"] if place.size else np.zeros(0, np.float32)

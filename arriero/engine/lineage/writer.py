@@ -1,0 +1,138 @@
+"""The writer of a record: content into the spaces first, then its entries onto the chain, in one commit.
+
+Killed at any moment, a record holds whole commits: an entry counts when the line `committed` stands after it,
+and by then all content that it names is stored. The next writer takes up there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from arriero.engine.lineage.chain import Chain, lines
+from arriero.engine.lineage.gathering import Gathering, Known
+from arriero.engine.lineage.spaces import Spaces
+from arriero.schemas.ledger import Event
+from arriero.schemas.lineage import (
+    Anchor,
+    BatchEntry,
+    Closed,
+    Committed,
+    Entry,
+    GroupEntry,
+    Noted,
+    Opened,
+    RecordEntry,
+    Reopened,
+    RunEntry,
+    WeightsEntry,
+)
+from arriero.schemas.messages import Batch, Record
+
+_RECENT = 1 << 14  # groups in which samples are looked for; ids that are known when they come again
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A record as it passed on `edge`; for a version of the weights, the loop."""
+
+    edge: str
+    record: Record
+
+
+Item = Seen | Event | RunEntry
+
+
+class LineageWriter:
+    """One per record at a time; not for several threads at once."""
+
+    def __init__(self, url: str, opened: Opened) -> None:
+        """Begin the record at `url`, or take it up where the last whole commit ended.
+
+        Raises ChainError if the record is damaged or of another run.
+        """
+        self._chain = Chain(url)
+        last = self._chain.last
+        self._spaces = Spaces(url, last.ends if last else None)
+        self._groups: OrderedDict[str, Known] = OrderedDict()
+        self._ids: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self.num_events = 0
+        if not self._chain.reopened:
+            self._write([opened])
+            return
+        for line in lines(url):
+            self._remember(line.entry)
+        self._write([Reopened(cut_bytes=self._chain.cut_bytes)])
+
+    @property
+    def anchor(self) -> Anchor:
+        """The head of the chain as it is now."""
+        return self._chain.anchor
+
+    def knows(self, edge: str, id: str) -> bool:
+        """Whether the record has `id` of `edge`; only the last few thousand are remembered."""
+        return (edge, id) in self._ids
+
+    def commit(self, items: Sequence[Item]) -> None:
+        """Store `items` in this order; when it returns they are there for good, whoever is killed.
+
+        A batch whose groups came before it, or come in the same call, costs its advantages alone; the arrays
+        of a sample that isn't known are stored once more.
+        """
+        if not items:
+            return
+        work = Gathering(self._groups)
+        for item in _groups_first(items):
+            match item:
+                case Seen():
+                    work.add(item.edge, item.record)
+                case RunEntry():
+                    work.add_entry(item)
+                case _:
+                    work.add_entry(Noted(event=item))
+        starts = {space: self._spaces.append(space, arrays) for space, arrays in work.content()}
+        if (index := work.index(starts)) is not None:
+            self._spaces.append("index", index)
+        entries = [make(starts) for make in work.makers]
+        self._write(entries)
+        for entry in entries:
+            self._remember(entry)
+        for name, known in work.fresh.items():
+            known.place = known.at(starts)
+            _keep(self._groups, name, known)
+
+    def close(self, state: Literal["finished", "failed", "stopped"], items: Sequence[Item] = ()) -> Anchor:
+        """The last commit, which says that the run is over; the head to be kept elsewhere."""
+        self.commit(items)
+        self._write([Closed(state=state)])
+        return self.anchor
+
+    def _write(self, entries: Sequence[Entry]) -> None:
+        self._chain.commit(entries, Committed(ends=self._spaces.ends))
+
+    def _remember(self, entry: Entry) -> None:
+        match entry:
+            case GroupEntry():
+                _keep(self._ids, (entry.edge, entry.scores.id if entry.scores else entry.id), None)
+            case BatchEntry() | RecordEntry():
+                _keep(self._ids, (entry.edge, entry.id), None)
+            case WeightsEntry():
+                _keep(self._ids, (entry.loop, entry.id), None)
+            case Noted():
+                self.num_events += 1
+            case _:
+                pass
+
+
+def _groups_first(items: Iterable[Item]) -> list[Item]:
+    """Batches after everything else, so that their samples find their rollouts; else in order."""
+    return sorted(items, key=lambda item: isinstance(item, Seen) and isinstance(item.record, Batch))
+
+
+def _keep(found: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    found[key] = value
+    found.move_to_end(key)
+    if len(found) > _RECENT:
+        found.popitem(last=False)

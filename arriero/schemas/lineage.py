@@ -1,0 +1,206 @@
+"""The record of a run: entries of a hash-chained log, and where their content lies.
+
+Structure stands in the entries, content (token arrays, texts) apart from them, bound by its hash: so content
+can be taken away later, and the chain still holds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, FiniteFloat, JsonValue, NonNegativeInt, PositiveFloat, TypeAdapter
+
+from arriero.schemas.ledger import Event
+from arriero.schemas.messages import Finish, Message, Outcome, Split
+
+More = tuple[dict[str, JsonValue], ...]  # per record: its fields without a column; empty: none has any
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, hexadecimal
+
+
+class Place(Message):
+    """`size` elements from `start` in part `part` of a space of flat arrays."""
+
+    part: NonNegativeInt
+    start: NonNegativeInt
+    size: NonNegativeInt
+
+
+class Opened(Message):
+    """First entry: what the run was made of. Hashes are of the bytes of the files; empty: there is none."""
+
+    kind: Literal["opened"] = "opened"
+    format: Literal[1] = 1
+    run_id: str
+    graph_digest: str
+    manifest_sha256: str = ""
+    options_sha256: str = ""
+
+
+class Reopened(Message):
+    """The recorder started again; `cut_bytes` of an unfinished commit were taken off the end."""
+
+    kind: Literal["reopened"] = "reopened"
+    cut_bytes: NonNegativeInt
+
+
+class Noted(Message):
+    """An event of the ledger."""
+
+    kind: Literal["event"] = "event"
+    event: Event
+
+
+class PromptEntry(Message):
+    """A prompt without its text. Fields as in `Prompt`."""
+
+    id: str
+    parents: tuple[str, ...]
+    origins: tuple[int, ...]
+    split: Split
+    epoch: NonNegativeInt
+    row: NonNegativeInt
+    source: str
+    min_version: NonNegativeInt
+
+
+class ScoresEntry(Message):
+    """The scores of a group, one column per field of `Score`; `details` stand with the texts."""
+
+    id: str
+    parents: tuple[str, ...]
+    origins: tuple[int, ...]
+    reward_version: str
+    values: tuple[FiniteFloat, ...]
+    outcomes: tuple[Outcome, ...]
+    raw: tuple[FiniteFloat | None, ...]
+    more: More = ()
+
+
+class GroupEntry(Message):
+    """A group of rollouts as it was seen on `edge`: its columns hold one value per rollout.
+
+    `arrays` is the place of tokens, mask, logprobs and versions of all its rollouts, one after the other;
+    `arrays_sha256` is the hash of the four, `text_sha256` that of prompt, responses and details.
+    """
+
+    kind: Literal["group"] = "group"
+    edge: str
+    id: str
+    parents: tuple[str, ...]
+    origins: tuple[int, ...]
+    chat_digest: str
+    prompt: PromptEntry
+    lengths: tuple[NonNegativeInt, ...]
+    sampled: tuple[NonNegativeInt, ...]
+    oldest: tuple[int, ...]
+    newest: tuple[int, ...]
+    finishes: tuple[Finish, ...]
+    temperatures: tuple[PositiveFloat, ...]
+    seeds: tuple[NonNegativeInt, ...]
+    more: More = ()
+    scores: ScoresEntry | None = None
+    arrays: Place
+    arrays_sha256: Digest
+    prompt_sha256: Digest
+    text: Place
+    text_sha256: Digest
+
+
+class BatchEntry(Message):
+    """A batch as it was seen on `edge`: its columns hold one value per sample.
+
+    `group` indexes `groups`; `rollout` is the number of the rollout in that group whose arrays the sample
+    has, or -1: then they stand in `own`, in the order of the samples. `advantages` and `reference` likewise.
+    """
+
+    kind: Literal["batch"] = "batch"
+    edge: str
+    id: str
+    parents: tuple[str, ...]
+    origins: tuple[int, ...]
+    groups: tuple[str, ...]
+    group: tuple[NonNegativeInt, ...]
+    rollout: tuple[int, ...]
+    lengths: tuple[NonNegativeInt, ...]
+    temperatures: tuple[PositiveFloat, ...]
+    rewards: tuple[FiniteFloat, ...]
+    truncated: tuple[bool, ...]
+    origin: tuple[int, ...]
+    behaviour: tuple[bool, ...]
+    referenced: tuple[bool, ...]
+    more: More = ()
+    own: Place
+    advantages: Place
+    reference: Place
+    sha256: Digest
+
+
+class RecordEntry(Message):
+    """A record of another class; its JSON stands with the texts (empty if it has arrays)."""
+
+    kind: Literal["record"] = "record"
+    edge: str
+    record: str
+    id: str
+    parents: tuple[str, ...]
+    origins: tuple[int, ...]
+    text: Place
+    text_sha256: Digest
+
+
+class WeightsEntry(Message):
+    """A version that a loop has carried. `fingerprint` is of the published bytes; empty: none were."""
+
+    kind: Literal["weights"] = "weights"
+    loop: str
+    id: str
+    parents: tuple[str, ...]
+    origins: tuple[int, ...]
+    version: NonNegativeInt
+    fingerprint: str
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class RunEntry(Message):
+    """Something that happened to the run itself: a node that failed or was started again, a stop."""
+
+    kind: Literal["run"] = "run"
+    what: str
+    detail: str = ""
+
+
+class Committed(Message):
+    """Everything up to here is whole: the content that the entries name is stored. `ends` by space."""
+
+    kind: Literal["committed"] = "committed"
+    ends: dict[str, Place] = Field(default_factory=dict)
+
+
+class Redacted(Message):
+    """The content of these groups was taken away on purpose; their hashes can't be checked any more."""
+
+    kind: Literal["redacted"] = "redacted"
+    groups: tuple[str, ...]
+    reason: str
+
+
+class Closed(Message):
+    """The run is over, and nothing is missing from its record."""
+
+    kind: Literal["closed"] = "closed"
+    state: Literal["finished", "failed", "stopped"]
+
+
+Entry = Annotated[
+    Opened | Reopened | Noted | GroupEntry | BatchEntry | RecordEntry | WeightsEntry | RunEntry | Committed
+    | Redacted | Closed,
+    Field(discriminator="kind"),
+]  # fmt: skip
+ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry, config=ConfigDict(ser_json_inf_nan="strings"))
+
+
+class Anchor(Message):
+    """The head of a chain, to be kept where the record can't be changed: it fixes all entries before it."""
+
+    entries: NonNegativeInt
+    head: Digest
