@@ -108,6 +108,16 @@ def test_a_batch_that_never_arrives_replaces_nothing() -> None:
     assert ahead.version == 2
 
 
+def test_what_was_made_of_a_batch_and_something_else_is_known_by_its_prompts() -> None:
+    ahead = Ahead("trainer")
+    for name, origins in (("batch-a", (0, 1)), ("batch-b", (2, 3))):
+        ahead.gave(Batch(id=name, origins=origins, samples=()))
+    ahead.apply(trained_event(1, 0, 1).model_copy(update={"batch": "critic-c"}))
+    assert ahead.version == 2  # one made, one under way
+    ahead.apply(dropped(2, 3).model_copy(update={"parent": "critic-d"}))
+    assert ahead.version == 1
+
+
 def test_a_batch_component_that_starts_again_counts_from_the_ledger() -> None:
     ahead = Ahead("trainer")
     ahead.apply(trained_event(50, 0))

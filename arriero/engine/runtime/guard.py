@@ -73,6 +73,7 @@ class Ahead:
         self._producer = producer
         self._newest = 0
         self._under_way: dict[str, set[str]] = {}  # id -> the groups in it that weren't dropped
+        self._origins: dict[str, frozenset[int]] = {}
 
     @property
     def version(self) -> int:
@@ -82,24 +83,27 @@ class Ahead:
         """A stamped output of this node; a held-out one makes no version."""
         if all(origin >= 0 for origin in output.origins):
             samples = output.samples if isinstance(output, Batch) else ()
-            self._under_way[output.id] = {s.group for s in samples}
+            self._under_way[output.id] = {s.group for s in samples if not s.replayed}
+            self._origins[output.id] = frozenset(output.origins)
 
     def apply(self, event: Event) -> None:
         """Take one event of the ledger into account."""
         if isinstance(event, Trained) and event.node == self._producer:
             self._newest = max(self._newest, event.version)
-            self._came_to_an_end(event.batch)
+            # By its prompts too: what a node made of a batch and something else has an id of its own.
+            self._came_to_an_end(event.batch, {k for k, v in self._origins.items() if v & {*event.origins}})
         elif isinstance(event, DroppedEvent):
-            self._came_to_an_end(event.parent)
+            gone = {*event.origins}
+            self._came_to_an_end(event.parent, {k for k, v in self._origins.items() if v and v <= gone})
 
-    def _came_to_an_end(self, record: str) -> None:
+    def _came_to_an_end(self, record: str, outputs: set[str]) -> None:
         # The batch itself, what a node between here and the trainer made of it (see `child_id`), or its last
         # group: the trainer's guard drops a stale batch group by group.
         for output, groups in tuple(self._under_way.items()):
             last = groups == {record}
             groups.discard(record)
-            if last or record == output or record.startswith(f"{output}>"):
-                del self._under_way[output]
+            if last or record == output or record.startswith(f"{output}>") or output in outputs:
+                del self._under_way[output], self._origins[output]
 
 
 def held_out(record: Record) -> Evaluated | None:
