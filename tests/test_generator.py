@@ -47,7 +47,8 @@ class Published:
     def publish(self, version: int, scale: float) -> None:
         changed = {n: t * scale if n == "lm_head.weight" else t for n, t in self.state.items()}
         manifest = self.sender.publish(version, changed)
-        self.newest.append(Weights(version=version, manifest=manifest))
+        self.last = Weights(version=version, manifest=manifest)
+        self.newest.append(self.last)
         self._arrived.set()
 
     def stream(self) -> Stream[Weights]:

@@ -18,12 +18,16 @@ from arriero.components.policy import load_tokenizer
 from arriero.components.rollout_engine import Completion, Request, open_engine
 from arriero.engine.errors import UserError
 from arriero.engine.runtime.context import Context
+from arriero.schemas.continuations import Continuation, Response
 from arriero.schemas.messages import Dropped, Prompt, Rollout, RolloutGroup, Weights
 
 if TYPE_CHECKING:
     from arriero.components.generator import Generator
 
 _BARREN = 16  # groups in a row without a usable rollout that end the run
+_NOTHING = Response(
+    tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32)
+)
 
 
 def request_seed(run_seed: int, prompt: str, sample: int) -> int:
@@ -34,12 +38,42 @@ def request_seed(run_seed: int, prompt: str, sample: int) -> int:
 
 @dataclass(kw_only=True)
 class _Group:
-    """The rollouts of one prompt under way; `done` by sample number."""
+    """The rollouts of one prompt under way: as they came, and by sample number what has come back."""
 
-    prompt: Prompt
+    came: Continuation
     token_ids: list[int]
     began: float = field(default_factory=time.monotonic)
-    done: dict[int, Completion] = field(default_factory=dict[int, Completion])
+    back: dict[int, Response] = field(default_factory=dict[int, Response])
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.came.prompt
+
+    @property
+    def spent_s(self) -> float:
+        return self.came.spent_s + time.monotonic() - self.began
+
+    def put_back(self, samples: int, *, timeouts: int, spent_s: float) -> Continuation:
+        """The group as far as it has come: of a response that is still running, what it came with."""
+        responses = tuple(self.back.get(n) or begun(self.came, n) for n in range(samples))
+        return Continuation(prompt=self.prompt, responses=responses, timeouts=timeouts, spent_s=spent_s)
+
+
+def begun(came: Continuation, sample: int) -> Response:
+    """What there is of response number `sample` so far."""
+    return came.responses[sample] if came.responses else _NOTHING
+
+
+def joined(before: Response, completion: Completion, max_new_tokens: int) -> Response:
+    """A response and what was sampled after it; not finished while it may have more tokens."""
+    tokens = np.concatenate([before.tokens, completion.token_ids])
+    goes_on = completion.finish == "length" and tokens.size < max_new_tokens
+    return Response(
+        tokens=tokens,
+        logprobs=np.concatenate([before.logprobs, completion.logprobs]),
+        versions=np.concatenate([before.versions, completion.versions]),
+        finish=None if goes_on else completion.finish,
+    )
 
 
 class GroupDecoding:
@@ -61,8 +95,9 @@ class GroupDecoding:
         return self._engine.version
 
     @property
-    def has_room(self) -> bool:
-        return self._engine.room() >= self._config.samples
+    def room(self) -> int:
+        """Responses that may begin now."""
+        return self._engine.room()
 
     @property
     def idle(self) -> bool:
@@ -78,8 +113,15 @@ class GroupDecoding:
             )
         self._engine.take(weights.manifest)
 
-    def add(self, prompt: Prompt) -> Dropped | None:
-        """Start the rollouts of a prompt, or say why not. UserError if the model doesn't know its tokens."""
+    def add(self, record: Prompt | Continuation) -> Dropped | None:
+        """Start the rollouts of a prompt or go on with them, or say why not.
+
+        UserError if the model doesn't know its tokens.
+        """
+        came = _came(record)
+        prompt = came.prompt
+        if prompt.id in self._open:  # a lease ran out and it came once more; one answer does for both
+            return None
         ids = self._chat.prompt(prompt.text)
         room = self._engine.max_length - self._config.sampling.max_new_tokens
         if not 0 < len(ids) <= room:
@@ -87,39 +129,72 @@ class GroupDecoding:
             return Dropped(parent=prompt.id, reason="too_long" if ids else "invalid", detail=detail)
         if (vocabulary := self._engine.vocabulary) is not None:
             check_vocabulary(ids, vocabulary, f"prompt {prompt.id}")
-        self._open[prompt.id] = _Group(prompt=prompt, token_ids=ids)
-        seed = self._context.seed
+        if (stale := self._stale(came)) is not None:
+            return stale
+        group = self._open[prompt.id] = _Group(came=came, token_ids=ids)
+        group.back = {n: r for n, r in enumerate(came.responses) if r.finish is not None}
         self._engine.add([
-            Request(key=f"{prompt.id}/{n}", prompt_ids=ids, seed=request_seed(seed, prompt.id, n))
-            for n in range(self._config.samples)
+            self._request(group, n) for n in range(self._config.samples) if n not in group.back
         ])  # fmt: skip
         return None
 
-    def step(self) -> list[RolloutGroup | Dropped]:
-        """One decoding step; the groups that it completed, or that ran out of time."""
-        out: list[RolloutGroup | Dropped] = []
+    def _stale(self, came: Continuation) -> Dropped | None:
+        """What the trainer's guard is certain to drop isn't worth more tokens."""
+        old, bound = came.oldest_version, self._context.staleness
+        if old is None or came.prompt.split == "eval" or self.version - old <= bound:
+            return None
+        detail = f"begun by version {old}, version {self.version} came before it was finished"
+        return Dropped(parent=came.prompt.id, reason="stale", detail=detail)
+
+    def _request(self, group: _Group, sample: int) -> Request:
+        prompt, before = group.prompt, begun(group.came, sample).tokens
+        limit = self._config.sampling.max_new_tokens - before.size
+        # A deterministic run evaluates with exactly the version that a prompt was sent for, while training
+        # goes on; on its way to another replica it might come too late for that.
+        whole = self._context.deterministic and prompt.split == "eval"
+        if (segment := self._config.stragglers.segment_tokens) and not whole:
+            limit = min(limit, segment)
+        return Request(
+            key=f"{prompt.id}/{sample}",
+            prompt_ids=[*group.token_ids, *before.tolist()],
+            seed=request_seed(self._context.seed, prompt.id, sample),
+            max_new_tokens=limit,
+            sampled=before.size,
+        )
+
+    def step(self) -> list[RolloutGroup | Dropped | Continuation]:
+        """One decoding step; the groups that it completed, that are to be put back, or that are too late."""
+        out: list[RolloutGroup | Dropped | Continuation] = []
+        most, samples = self._config.sampling.max_new_tokens, self._config.samples
         for completion in self._engine.step():
-            prompt, _, sample = completion.key.rpartition("/")
-            group = self._open[prompt]
-            group.done[int(sample)] = completion
-            if len(group.done) == self._config.samples:
+            prompt, _, number = completion.key.rpartition("/")
+            group, sample = self._open[prompt], int(number)
+            group.back[sample] = joined(begun(group.came, sample), completion, most)
+            if len(group.back) == samples:
                 del self._open[prompt]
-                out.append(self._finished(group))
+                if all(response.finish for response in group.back.values()):
+                    out.append(self._finished(group))
+                else:
+                    came = group.came
+                    out.append(group.put_back(samples, timeouts=came.timeouts, spent_s=group.spent_s))
         return out + self._timed_out()
 
-    def _timed_out(self) -> list[RolloutGroup | Dropped]:
-        limit = self._config.group_timeout_s
-        late = [g for g in self._open.values() if time.monotonic() - g.began > limit]
+    def _timed_out(self) -> list[RolloutGroup | Dropped | Continuation]:
+        late = [g for g in self._open.values() if g.spent_s > self._config.group_timeout_s]
         for group in late:
             self._cancel(group)
-        return [
-            Dropped(
-                parent=group.prompt.id,
-                reason="group_timeout",
-                detail=f"{len(group.done)} of {self._config.samples} rollouts after {limit:.0f} s",
-            )
-            for group in late
-        ]
+        return [self._too_late(group) for group in late]
+
+    def _too_late(self, group: _Group) -> Dropped | Continuation:
+        policy, timeouts = self._config.stragglers, group.came.timeouts
+        if policy.on_timeout == "resubmit" and timeouts < policy.resubmissions:
+            self._context.count("resubmitted_groups", 1)
+            return group.put_back(self._config.samples, timeouts=timeouts + 1, spent_s=0.0)
+        done = sum(response.finish is not None for response in group.back.values())
+        detail = f"{done} of {self._config.samples} rollouts after {self._config.group_timeout_s:.0f} s"
+        if timeouts:
+            detail += f", resubmitted {timeouts} times"
+        return Dropped(parent=group.prompt.id, reason="group_timeout", detail=detail)
 
     def _cancel(self, group: _Group) -> None:
         del self._open[group.prompt.id]
@@ -127,7 +202,7 @@ class GroupDecoding:
             self._engine.cancel(f"{group.prompt.id}/{n}")
 
     def _finished(self, group: _Group) -> RolloutGroup | Dropped:
-        done = [(n, c) for n, c in sorted(group.done.items()) if c.finish != "error" and len(c.token_ids)]
+        done = [(n, r) for n, r in sorted(group.back.items()) if r.finish != "error" and r.tokens.size]
         if invalid := self._config.samples - len(done):
             self._context.count("invalid_rollouts", invalid)
         if not done:
@@ -140,26 +215,26 @@ class GroupDecoding:
                 )
             return Dropped(parent=group.prompt.id, reason="invalid", detail=detail)
         self._barren = 0
-        rollouts = tuple(self._rollout(group, n, c) for n, c in done)
+        rollouts = tuple(self._rollout(group, n, r) for n, r in done)
         return RolloutGroup(prompt=group.prompt, rollouts=rollouts, chat_digest=self._chat.digest)
 
-    def _rollout(self, group: _Group, sample: int, completion: Completion) -> Rollout:
-        """The completion behind its prompt, in arrays of one length; `Rollout` says what is off the mask."""
+    def _rollout(self, group: _Group, sample: int, response: Response) -> Rollout:
+        """The response behind its prompt, in arrays of one length; `Rollout` says what is off the mask."""
         head = len(group.token_ids)
-        total = head + len(completion.token_ids)
+        total = head + response.tokens.size
         mask = np.arange(total) >= head
         tokens, versions = np.empty(total, np.int32), np.full(total, -1, np.int32)
         logprobs = np.full(total, np.nan, np.float32)
-        tokens[:head], tokens[head:] = group.token_ids, completion.token_ids
-        logprobs[head:], versions[head:] = completion.logprobs, completion.versions
-        text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        tokens[:head], tokens[head:] = group.token_ids, response.tokens
+        logprobs[head:], versions[head:] = response.logprobs, response.versions
+        text = str(self.tokenizer.decode(response.tokens, skip_special_tokens=True))
         return Rollout(
             tokens=tokens,
             mask=mask,
             logprobs=logprobs,
             versions=versions,
             text=text,
-            finish="stop" if completion.finish == "stop" else "length",
+            finish="stop" if response.finish == "stop" else "length",
             temperature=self._config.sampling.temperature,
             seed=request_seed(self._context.seed, group.prompt.id, sample),
         )
@@ -169,3 +244,7 @@ class GroupDecoding:
         for group in list(self._open.values()):
             self._cancel(group)
         self._engine.close()
+
+
+def _came(record: Prompt | Continuation) -> Continuation:
+    return record if isinstance(record, Continuation) else Continuation(prompt=record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from pydantic import ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.chat import ChatFormat
@@ -15,6 +15,7 @@ from arriero.components.optimizer import AdamW
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import ExactMatch, Reward
 from arriero.components.sampling import Sampling
+from arriero.components.stragglers import Stragglers
 from arriero.components.trainer import Trainer
 
 
@@ -36,16 +37,17 @@ class SampledConfig:
     groups_per_step: PositiveInt = 32
     samples: PositiveInt = 8
     generators: PositiveInt = 1
-    rewards: PositiveInt = 1
     ranks: PositiveInt = 1
     slots: PositiveInt = 256
     token_budget: PositiveInt = 8192
+    stragglers: Stragglers = field(default_factory=Stragglers)
     mismatch: MismatchGate = field(default_factory=MismatchGate)
 
     def generator(self) -> Generator:
         return Generator(
-            model=self.model, samples=self.samples, sampling=self.sampling, chat=self.chat, slots=self.slots
-        )
+            model=self.model, samples=self.samples, sampling=self.sampling, chat=self.chat, slots=self.slots,
+            stragglers=self.stragglers,
+        )  # fmt: skip
 
     def trainer(
         self,
@@ -65,6 +67,7 @@ class SampledConfig:
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class PolicyGradientConfig(SampledConfig):
-    """The same with a reward that is computed."""
+    """The same with a reward that is computed, in `rewards` replicas."""
 
     reward: Reward = field(default_factory=ExactMatch)
+    rewards: PositiveInt = 1

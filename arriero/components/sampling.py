@@ -113,7 +113,7 @@ class StopStrings:
         self._last_characters = {text[-1] for text in stop}
         # Every token holds a byte or more, so a match ends within as many tokens; a few more let the first
         # character of the window, which may be cut or lose its space, lie outside the match.
-        self._window = max((len(text.encode()) for text in stop), default=0) + 4
+        self.window = max((len(text.encode()) for text in stop), default=0) + 4
         self._may_complete: dict[int, bool] = {}
 
     def __call__(self, token_ids: NDArray[np.int32]) -> bool:
@@ -121,7 +121,7 @@ class StopStrings:
         return bool(self._stop) and self._plausible(int(token_ids[-1])) and self._matches(token_ids)
 
     def _matches(self, token_ids: NDArray[np.int32]) -> bool:
-        text = self._text(token_ids[-self._window :].tolist())
+        text = self._text(token_ids[-self.window :].tolist())
         return any(stop in text for stop in self._stop)
 
     def _plausible(self, token_id: int) -> bool:

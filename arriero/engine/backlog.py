@@ -22,6 +22,7 @@ from arriero.schemas.messages import Prompt
 class LiveBacklog(Protocol):
     """What stands behind a backlog while a component runs."""
 
+    def expected_tokens(self, prompt: Prompt) -> int: ...
     async def refuse_prompts(self) -> None: ...
     async def put(self, record: Continuation) -> bool: ...
     async def next(self) -> Continuation | None: ...
@@ -34,6 +35,10 @@ class Backlog:
 
     def __init__(self, live: LiveBacklog | None = None) -> None:
         self._live = live
+
+    def expected_tokens(self, prompt: Prompt) -> int:
+        """Of the longest response to this row of the data set when it came last; 0 if that isn't known."""
+        return self._running().expected_tokens(prompt)
 
     async def refuse_prompts(self) -> None:
         """Leave the prompts to the other replicas: their stream has ended for this one."""

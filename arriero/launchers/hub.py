@@ -25,13 +25,14 @@ from arriero.engine.backlog import backlog_edge
 from arriero.engine.broker import Broker, BrokerError, EdgeDecl
 from arriero.engine.claim_stores import FolderStore
 from arriero.engine.errors import UserError
+from arriero.engine.lineage.recorder import RECORD, recorded
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.engine.rates import backlogs, capacities
 from arriero.launchers.parent import die_with_launcher
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import CONTROL_LOG, LEDGER_LOG, loop_log
+from arriero.schemas.ledger import CONTROL_LOG, LEDGER_LOG, lengths_log, loop_log
 from arriero.schemas.messages import Message
 from arriero.schemas.run import RunOptions
 
@@ -47,14 +48,17 @@ class HubAddress(Message):
 
 
 def edges(spec: GraphSpec, options: RunOptions) -> list[EdgeDecl]:
-    """One edge per node that has consumers, with a group per port that reads it; one per backlog."""
+    """One edge per node that has consumers, with a group per port that reads it and one for the record; one
+    per backlog.
+    """
     readers = {n.name: tuple(f"{c.name}-{i.port}" for c, i in spec.consumers(n.name)) for n in spec.nodes}
     between = [(name, spec.node(name), room) for name, room in capacities(spec).items() if readers[name]]
     own = [(backlog_edge(n.name), n, backlogs(spec)[backlog_edge(n.name)]) for n in spec.nodes if n.puts_back]
+    taped = recorded(spec) if options.record else ()
     return [
         EdgeDecl(
             name=name,
-            groups=readers.get(name, (name,)),
+            groups=readers.get(name, (name,)) + ((RECORD,) if name in taped else ()),
             producers=node.replicas,
             capacity=room,
             lease_s=options.lease_s,
@@ -65,7 +69,8 @@ def edges(spec: GraphSpec, options: RunOptions) -> list[EdgeDecl]:
 
 
 def logs(spec: GraphSpec) -> list[str]:
-    return [LEDGER_LOG, CONTROL_LOG, *(loop_log(loop.name) for loop in spec.loops)]
+    own = [lengths_log(n.name) for n in spec.nodes if n.puts_back]
+    return [LEDGER_LOG, CONTROL_LOG, *(loop_log(loop.name) for loop in spec.loops), *own]
 
 
 async def declare(broker: Broker, spec: GraphSpec, options: RunOptions) -> None:

@@ -72,3 +72,8 @@ class Continuation(Record):
             "id": f"{self.prompt.id}>{node}~{hop}", "parents": (self.prompt.id,),
             "origins": self.prompt.origins, "hop": hop, "losses": losses,
         })  # fmt: skip
+
+
+def prompt_of(record: Prompt | Continuation) -> Prompt:
+    """The prompt itself, or the one that a continuation is about."""
+    return record.prompt if isinstance(record, Continuation) else record

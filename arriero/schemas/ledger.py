@@ -63,7 +63,11 @@ class Trained(Message):
 
 
 class Evaluated(Message):
-    """A held-out prompt came back: the scores of its samples. `version` is the one it was sent for."""
+    """A held-out prompt came back: the scores of its samples. `version` is the one it was sent for.
+
+    `lengths`: tokens sampled, by sample; `truncated`: samples that ended at the limit; `source`: its data
+    set.
+    """
 
     kind: Literal["evaluated"] = "evaluated"
     id: str
@@ -71,6 +75,9 @@ class Evaluated(Message):
     version: NonNegativeInt
     values: tuple[FiniteFloat, ...]
     outcomes: tuple[Outcome, ...]
+    lengths: tuple[NonNegativeInt, ...] = ()
+    truncated: NonNegativeInt = 0
+    source: str = ""
 
 
 Event = Annotated[Admitted | DroppedEvent | Trained | Evaluated, Field(discriminator="kind")]

@@ -23,6 +23,7 @@ from arriero.engine.codec import encode
 from arriero.engine.runtime.inputs import EdgeSource
 from arriero.engine.runtime.intake import Intake
 from arriero.engine.runtime.journal import dropped_already
+from arriero.engine.runtime.lengths import Lengths
 from arriero.engine.runtime.outputs import Outbox
 from arriero.engine.runtime.waits import NodeClock
 from arriero.schemas.continuations import Continuation
@@ -46,6 +47,7 @@ class Handover:
     ) -> None:
         self._node, self._broker, self._outbox, self._clock = node, broker, outbox, clock
         self._consumers_left, self._max_deliveries = consumers_left, max_deliveries
+        self.lengths = Lengths(broker, node)
         self._edge = backlog_edge(node)
         self._producer = broker.producer(self._edge, replica)
         self._prompts: EdgeSource[Prompt]
@@ -71,6 +73,9 @@ class Handover:
         return self._own
 
     # --- as the component sees it -------------------------------------------------------------------------
+
+    def expected_tokens(self, prompt: Prompt) -> int:
+        return self.lengths.expected(prompt.row)
 
     async def refuse_prompts(self) -> None:
         await self._prompts.close()
@@ -147,6 +152,7 @@ class Handover:
 
     async def end(self) -> None:
         """This replica brings no more prompts onto the edge. Idempotent."""
+        await self._clock.wait(self.lengths.flush(), "its last notes of lengths to be durable")
         await self._clock.wait(self._producer.end(), f"the end of {self._edge} to be durable")
 
 

@@ -158,6 +158,7 @@ def _context(
         run_dir=run_dir,
         node=name,
         replica=replica,
+        replicas=spec.node(name).replicas,
         rank=rank,
         ranks=ranks,
         seed=options.seed,
