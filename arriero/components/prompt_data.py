@@ -207,6 +207,12 @@ class OpenData:
             found = [self.prompt(row, n, "eval", 0) for n, row in rows if self.used(row)]
         return found[: data.eval_limit]
 
+    def all_held_out(self) -> list[Prompt]:
+        """Every row that is used, as a held-out prompt."""
+        rows = enumerate(self._rows(0))
+        found = [self.prompt(row, n, "eval", 0) for n, row in rows if self.used(row)]
+        return found[: self.config.limit][: self.config.eval_limit]
+
     def prompt(self, row: Row, number: int, split: Split, epoch: int) -> Prompt:
         """The row as a prompt."""
         text, answer = self.text_and_answer(row)

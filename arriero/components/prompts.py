@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from itertools import count as numbers
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
@@ -36,6 +36,8 @@ class PromptSource(PromptData):
     epochs: PositiveInt | None = None  # of each data set; None: for ever
     shuffle: bool = True
     seed: NonNegativeInt = 0
+    overlap: Literal["drop", "allow"] = "drop"
+    """Rows with the text of a held-out one: not trained on, or trained on all the same."""
     eval_every: NonNegativeInt = 0  # versions; 0: before and after training only
     mix: tuple[PromptData, ...] = ()
     """Further data sets."""
@@ -56,7 +58,8 @@ class PromptSource(PromptData):
 
     async def run(self) -> AsyncIterator[Prompt]:
         parts = self._opened()
-        held = {content_key(p.text) for part in parts for p in part.held_out()}
+        evaluated = (p for part in parts for p in part.held_out()) if self.overlap == "drop" else ()
+        held = {content_key(p.text) for p in evaluated}
         for part in parts:
             await self._settle(part, held)
         streams = [self._stream(part, held) for part in parts]
@@ -110,7 +113,8 @@ class PromptSource(PromptData):
         if not part.numbers:
             raise UserError(
                 f"{data.path}: nothing is left to train on of {len(rows)} rows: {len(unused)} left out by "
-                f"where or keep, {len(twice)} held out too, the others without an answer that can be read"
+                f"where or keep, {len(twice)} held out too (overlap=allow trains on them), the others "
+                "without an answer that can be read"
             )
 
     async def _unscorable(self, prompts: list[Prompt]) -> set[int]:

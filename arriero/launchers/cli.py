@@ -9,7 +9,7 @@ import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,15 @@ from arriero.engine.errors import UserError
 
 if TYPE_CHECKING:
     from arriero.launchers.catalog import Pipeline
-    from arriero.launchers.options import Arguments
+    from arriero.launchers.options import Arguments, Assignment
+    from arriero.launchers.rundir import RunDir
     from arriero.schemas.graph import GraphSpec
 
 USAGE = """\
 usage: arriero COMMAND ...
 
   run PIPELINE [--key value ...] [--config FILE.toml]    train; `run PIPELINE --help` lists every key
+  eval MODEL|RUN [--data D] [--reward R] [--json]        pass@k of a model, or of the model that a run left
   check PIPELINE [the same] [--picture FILE] [--json]    check and show the graph; starts nothing
   check PIPELINE [the same] --laws                       try its losses against the laws every loss must obey
   plan PIPELINE --model M --gpus N [--hardware NAME]     how to split a cluster for it
@@ -67,6 +69,7 @@ def _command(args: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": _run,
         "check": _check,
+        "eval": _eval,
         "plan": _plan,
         "list": _list,
         "demo": _demo,
@@ -108,11 +111,11 @@ def _pipeline(command: str, args: list[str]) -> Pipeline:
     return catalog.find(args[0])
 
 
-def _prepare(pipeline: Pipeline, args: list[str]) -> Ready:
+def _prepare(pipeline: Pipeline, args: list[str], base: Sequence[Assignment] = ()) -> Ready:
     from arriero.launchers import catalog
     from arriero.launchers.options import Arguments, resolve_command
 
-    options, config, sources = resolve_command(pipeline.config_type, Arguments, args)
+    options, config, sources = resolve_command(pipeline.config_type, Arguments, args, base)
     spec = catalog.build(pipeline, config).check()
     return Ready(pipeline=pipeline, options=options, config=config, sources=sources, spec=spec)
 
@@ -191,11 +194,32 @@ def _run(args: list[str]) -> int:
     ready = _prepare(_pipeline("run", args), args[1:])
     if ready.options.picture or ready.options.json or ready.options.laws:
         raise UserError("--picture, --json and --laws belong to arriero check")
-    return _start(ready, ["arriero", "run", *args])
+    return _start(ready, ["arriero", "run", *args])[0]
 
 
-def _start(ready: Ready, argv: list[str]) -> int:
-    """Make the run directory and hand over to the launcher."""
+def _eval(args: list[str]) -> int:
+    from arriero.launchers import catalog, evaluate
+
+    pipeline = catalog.find(evaluate.PIPELINE)
+    if text := _wants_help("eval", [evaluate.PIPELINE, *args]):
+        return _printed(lambda: text)
+    if not args or args[0].startswith("-"):
+        raise UserError(
+            "eval needs a model or run directory first: arriero eval MODEL --data DATA --reward KIND"
+        )
+    model, version, base = evaluate.target_of(args[0])
+    ready = _prepare(pipeline, args[1:], base)
+    if ready.options.picture or ready.options.laws:
+        raise UserError("--picture and --laws belong to arriero check")
+    code, run = _start(ready, ["arriero", "eval", *args], result=False)
+    if code:
+        return code
+    as_json = ready.options.json
+    return _printed(lambda: evaluate.conclude(run, model=model, version=version, as_json=as_json))
+
+
+def _start(ready: Ready, argv: list[str], *, result: bool = True) -> tuple[int, RunDir]:
+    """Make the run directory and hand over to the launcher; the exit code, and the directory."""
     import secrets
     from datetime import UTC, datetime
     from pathlib import Path
@@ -213,11 +237,14 @@ def _start(ready: Ready, argv: list[str]) -> int:
         liveness_s=given.liveness_s,
         max_dead_letters=given.max_dead_letters,
         restarts=given.restarts,
+        record=given.record,
+        record_url=given.record_url,
     )
     path = ready.pipeline.search_path
     placed = LaunchOptions(
         port=given.port,
-        quiet=given.quiet,
+        quiet=given.quiet or not result,
+        result=result,
         python_path=(path,) if path else (),
     )
     manifest = provenance.manifest(
@@ -233,7 +260,7 @@ def _start(ready: Ready, argv: list[str]) -> int:
     from arriero.launchers import launch
 
     start = launch.inline if given.inline else launch.launch
-    return start(ready.spec, options, run, placed)
+    return start(ready.spec, options, run, placed), run
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.claim_stores import FolderStore
@@ -43,6 +44,9 @@ from arriero.launchers.supervise import SETTLE_S, Supervisor
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Stop
 from arriero.schemas.run import RunOptions
+
+if TYPE_CHECKING:
+    from arriero.launchers.recording import Recording
 
 INTERRUPTED = 130
 _HUB_S = 60.0  # for the hub to come up on a busy machine
@@ -100,7 +104,7 @@ async def _launched(spec: GraphSpec, options: RunOptions, run: RunDir, launch: L
 
             outcome = await conductor.outcome(work(), interrupted)
             await _end(app.processes, conductor.brokers, outcome)
-            await conductor.close()
+            await conductor.close(outcome)
             await _end_hub(app.processes)
         finally:
             app.close()
@@ -130,7 +134,7 @@ async def _inlined(spec: GraphSpec, options: RunOptions, run: RunDir, launch: La
 
     async with _interrupts() as interrupted:
         outcome = await conductor.outcome(work(), interrupted)
-        await conductor.close()
+        await conductor.close(outcome)
     return conductor.conclude(outcome)
 
 
@@ -140,15 +144,17 @@ class _Conductor:
     def __init__(
         self, spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions, app: LocalApp | None
     ) -> None:  # fmt: skip
-        self._run = run
+        self._run, self._result = run, launch.result
         self.supervisor = Supervisor(
             spec, options, app.processes if app else (), start=app.restart if app else None
         )
         producers = tuple(loop.producer for loop in spec.loops)
         display = display_for(spec, steps(Graph.from_spec(spec), producers), quiet=launch.quiet)
+        self._recording = _recording(spec, options, run, self.supervisor.fail)
         self.reporter = Reporter(
-            spec, options, run, vitals=self.supervisor.vitals, display=display, fail=self.supervisor.fail
-        )
+            spec, options, run, vitals=self.supervisor.vitals, display=display, fail=self.supervisor.fail,
+            recording=self._recording,
+        )  # fmt: skip
         self.brokers: list[Broker] = []
         self._following: asyncio.Task[None] | None = None
         self.supervisor.watch_processes()
@@ -158,6 +164,8 @@ class _Conductor:
         self.brokers.append(broker)
         self.supervisor.watch_run(broker, self.reporter.on_poll)
         self._following = asyncio.create_task(self.reporter.follow(broker))
+        if self._recording is not None:
+            self._recording.start(broker)
 
     async def outcome(self, work: Coroutine[None, None, None], interrupted: asyncio.Event) -> Outcome:
         """Until `work` is done, something fails or the user stops the run. Ends `work`."""
@@ -187,10 +195,12 @@ class _Conductor:
         # Looked at now: cleaning up makes room.
         return Outcome(state="failed", failure=out_of_space(failure, (self._run.path, Path("/dev/shm"))))
 
-    async def close(self) -> None:
+    async def close(self, outcome: Outcome) -> None:
         """When all roles have left: read what they wrote last, then disconnect."""
         if self._following is not None:
             await self.reporter.drain(self.brokers[0], self._following)
+        if self._recording is not None and self.brokers:
+            await self._recording.close(self.brokers[0], finished=outcome.state == "finished")
         await self.supervisor.close()
         for broker in self.brokers:
             with suppress(BrokerError, TimeoutError):
@@ -201,14 +211,27 @@ class _Conductor:
         if outcome.state == "finished" and (why := self.reporter.fruitless()):
             outcome = Outcome(state="failed", failure=Failure(message=why, code=2))
         message = outcome.failure.message if outcome.failure else ""
+        if self._recording is not None and message:
+            self._recording.note(outcome.state, message)
         summary = self.reporter.finish(outcome.state, message, self.supervisor.restarts.counts)
         if summary.error:
             print(f"arriero: error: {summary.error}", file=sys.stderr, flush=True)
-        else:
+        elif self._result:
             print(result_screen(summary, self._run.path), flush=True)
         if outcome.state == "stopped":
             return INTERRUPTED
         return outcome.failure.code if outcome.failure else int(summary.state != "finished")
+
+
+def _recording(
+    spec: GraphSpec, options: RunOptions, run: RunDir, fail: Callable[[Failure], None]
+) -> Recording | None:
+    """Whatever keeps the lineage, if the run is to have one. Imports zarr."""
+    if not options.record:
+        return None
+    from arriero.launchers.recording import Recording
+
+    return Recording(spec, options, run, fail=fail)
 
 
 @asynccontextmanager

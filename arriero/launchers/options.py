@@ -39,9 +39,11 @@ class Arguments:
     liveness_s: Annotated[float, Field(ge=3)] = 30.0  # oldest heartbeat of a role that is alive; one a second
     restarts: NonNegativeInt = 3  # times that a generator, reward, ... starts again after it was killed
     max_dead_letters: NonNegativeInt = 0  # records that may fail for good before the run does
+    record: bool = True  # keep the lineage: every rollout, batch and version, for audit and questions
+    record_url: str = ""  # where: any fsspec URL; default lineage/ in the run directory
     quiet: bool = False  # print the final result only
     picture: Path | None = None  # check: write the graph's picture to FILE.svg or FILE.mmd
-    json: bool = False  # check: print the graph as JSON and nothing else
+    json: bool = False  # check: print the graph, eval: the result, as JSON and nothing else
     laws: bool = False  # check: try the losses of the graph against the laws that every loss must hold to
 
 
@@ -51,6 +53,7 @@ class LaunchOptions:
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     quiet: bool = False
+    result: bool = True  # show the result when it is over
     python_path: tuple[str, ...] = ()
 
 
@@ -68,9 +71,12 @@ def resolve(config_type: type[T], toml: Path | None, args: Sequence[str]) -> tup
 
 
 def resolve_command(
-    config_type: type[T], options_type: type[C], args: Sequence[str]
+    config_type: type[T], options_type: type[C], args: Sequence[str], base: Sequence[Assignment] = ()
 ) -> tuple[C, T, dict[str, str]]:
-    """The command's own options, the configuration and its sources. Raises UserError with all problems."""
+    """The command's own options, the configuration and its sources. Raises UserError with all problems.
+
+    `base` is what holds where neither a file nor the command line says something else.
+    """
     problems: list[str] = []
     own, keys = layout(options_type), layout(config_type)
     if clashes := sorted({*own.names} & {*keys.names, *keys.sections}):
@@ -81,7 +87,7 @@ def resolve_command(
     options, _ = resolve_assignments(options_type, [w for w in words if w[0] in own.names], problems)
     # Read from the words: where another option is wrong there are no `options`, but the file still counts.
     toml = next((Path(given.value[0]) for name, given in reversed(words) if name == "config"), None)
-    rest = [*read_toml(toml), *(w for w in words if w[0] not in own.names)]
+    rest = [*base, *read_toml(toml), *(w for w in words if w[0] not in own.names)]
     config, sources = resolve_assignments(config_type, rest, problems, also=own.names)
     if problems:
         raise UserError("\n".join(problems))

@@ -42,7 +42,7 @@ def manifest(
     """Everything known about the run that is about to start on this machine. It asks git and nvidia-smi."""
     function = pipeline.function
     adapter: TypeAdapter[object] = TypeAdapter(pipeline.config_type)
-    dumped = adapter.dump_python(config, mode="json", fallback=_text)
+    dumped = adapter.dump_python(config, mode="json", fallback=as_text)
     return RunManifest(
         run_id=run_id,
         pipeline=PipelineSource(
@@ -66,7 +66,7 @@ def manifest(
     )
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
     """What has no JSON form: a function or class by its import path, anything else as its repr."""
     module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
     return f"{module}:{name}" if name else repr(value)

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
-from typing import TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.graph import Graph
@@ -27,6 +27,9 @@ from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import EVENT, LEDGER_LOG, Admitted, DroppedEvent, Evaluated, Event, Trained
 from arriero.schemas.run import RunOptions, RunSummary
 
+if TYPE_CHECKING:
+    from arriero.launchers.recording import Recording
+
 _DRAIN_S = 1.0
 
 Number = float | int | None
@@ -38,8 +41,9 @@ class Reporter:
 
     def __init__(
         self, spec: GraphSpec, options: RunOptions, run: RunDir, *, vitals: Vitals, display: Display,
-        fail: Callable[[Failure], None],
+        fail: Callable[[Failure], None], recording: Recording | None = None,
     ) -> None:  # fmt: skip
+        self._recording = recording
         self._spec, self._options, self._run = spec, options, run
         self._vitals, self._display, self._fail = vitals, display, fail
         self._began = time.monotonic()
@@ -88,7 +92,7 @@ class Reporter:
         """Why a run that came to its end made no step; empty if it did, or was to make none."""
         ledger, drop = self.ledger, self._last_drop
         graph = Graph.from_spec(self._spec)
-        if self._account.steps or steps(graph, tuple(graph.nodes)) is None:
+        if self._account.steps or not steps(graph, tuple(graph.nodes)):
             return ""
         told = f"no step was made: none of {ledger.admitted} records was trained on"
         if drop is None:
@@ -109,6 +113,8 @@ class Reporter:
             self.ledger, state=state, error=error, wall_s=time.monotonic() - self._began
         ).model_copy(update={"restarts": dict(restarts)})
         try:
+            if self._recording is not None:
+                summary = summary.model_copy(update={"lineage": self._recording.seal(state)})
             write_json(self._run.summary, summary)
             for file in self._files:
                 file.close()
@@ -133,6 +139,8 @@ class Reporter:
         except LedgerError as error:
             self._contradictions.append(f"the ledger contradicts itself: {error}")
         self._account.event(event, now)
+        if self._recording is not None:
+            self._recording.event(event)
         print(event.model_dump_json(), file=self._files[0], flush=True)
         match event:
             case Admitted() if event.split == "eval":
@@ -157,7 +165,7 @@ class Reporter:
             self._fail(dead_letters(event, self._dead, self._options.max_dead_letters))
 
     def _write_step(self, event: Trained) -> None:
-        line = step_line(event, self._vitals)
+        line = step_line(event, self._vitals) | {"evaluation": self._account.evaluations.newest()}
         print(json.dumps(line), file=self._files[1], flush=True)
         for tag, value in scalars(line):
             self._board.add_scalar(tag, value, event.version)

@@ -11,9 +11,9 @@ from typing import Literal
 
 from arriero.engine.planner.calibrate import expected, firings
 from arriero.engine.runtime.ledger import Ledger
+from arriero.launchers.evaluations import Evaluations, evaluation_table
 from arriero.schemas.graph import GraphSpec, NodeSpec
-from arriero.schemas.ledger import Evaluated, Event, Trained
-from arriero.schemas.messages import Outcome
+from arriero.schemas.ledger import Event, Trained
 from arriero.schemas.run import NodeStatus, RoleStatus, RunSummary
 
 State = Literal["finished", "failed", "stopped"]
@@ -28,18 +28,17 @@ class Account:
         self._spec = spec
         self._trained: list[tuple[float, float]] = []  # time and mean reward, by version
         self._trainer = ""
-        self._outcomes: dict[int, Counter[Outcome]] = {}
+        self.evaluations = Evaluations()
         self._begun: dict[tuple[str, int], NodeStatus] = {}  # node, replica -> when it first had fired
         self._work: dict[tuple[str, int], NodeStatus] = {}  # at its last progress
 
     def event(self, event: Event, at_s: float) -> None:
         """`at_s` is any clock in seconds, the same for all events."""
+        self.evaluations.event(event)
         match event:
             case Trained():
                 self._trained.append((at_s, event.reward_mean))
                 self._trainer = self._trainer or event.node
-            case Evaluated():
-                self._outcomes.setdefault(event.version, Counter()).update(event.outcomes)
             case _:
                 pass
 
@@ -56,11 +55,6 @@ class Account:
     @property
     def steps(self) -> int:
         return len(self._trained)
-
-    def accuracies(self) -> tuple[float | None, float | None]:
-        """Share of `ok` among held-out samples, of the first and of the last version evaluated."""
-        shares = [_share_ok(self._outcomes[v]) for v in sorted(self._outcomes)]
-        return (shares[0] if shares else None), (shares[-1] if len(shares) > 1 else None)
 
     def step_s(self) -> float | None:
         """Median seconds between versions, after the first two where four or more were made."""
@@ -109,7 +103,8 @@ class Account:
     def summary(self, ledger: Ledger, *, state: State, error: str, wall_s: float) -> RunSummary:
         rewards = [reward for _, reward in self._trained]
         edge = max(1, round(len(rewards) * _EDGE_SHARE))
-        before, after = self.accuracies()
+        reports = [r for v in self.evaluations.versions for r in self.evaluations.report(v)]
+        whole = [r.pass_at[1].value for r in reports if not r.source]
         firing_s = self.firing_s() if self._trained else {}
         predicted_s, bound = expected(self._spec, firing_s) if firing_s else (None, None)
         return RunSummary(
@@ -117,8 +112,9 @@ class Account:
             steps=self.steps,
             reward_first=fmean(rewards[:edge]) if rewards else None,
             reward_last=fmean(rewards[-edge:]) if rewards else None,
-            accuracy_before=before,
-            accuracy_after=after,
+            accuracy_before=whole[0] if whole else None,
+            accuracy_after=whole[-1] if len(whole) > 1 else None,
+            evaluations=tuple(reports),
             staleness_bound=max((loop.staleness for loop in self._spec.loops), default=None),
             staleness_max=ledger.staleness_max,
             groups_admitted=ledger.admitted,
@@ -149,10 +145,6 @@ class Account:
         ]
 
 
-def _share_ok(outcomes: Counter[Outcome]) -> float:
-    return outcomes[Outcome.OK] / outcomes.total()
-
-
 def _span(nodes: Iterable[NodeStatus]) -> float:
     return max(s.busy_s + s.idle_s for s in nodes)
 
@@ -165,6 +157,9 @@ def result_screen(s: RunSummary, run_dir: Path) -> str:
         lines.append(_row("accuracy", f"{s.accuracy_before:.1%}{after} of held-out samples"))
     if s.reward_first is not None and s.reward_last is not None:
         lines.append(_row("reward", f"{s.reward_first:.3f} -> {s.reward_last:.3f}"))
+    first_and_last = {r.version for r in (*s.evaluations[:1], *s.evaluations[-1:])}
+    if shown := [r for r in s.evaluations if r.version in first_and_last]:
+        lines += [f"  {line}" for line in evaluation_table(shown).splitlines()]
     bound = "no loop" if s.staleness_bound is None else f"bound {s.staleness_bound}"
     lines.append(_row("staleness", f"at most {s.staleness_max} ({bound})"))
     dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(s.groups_dropped.items()))

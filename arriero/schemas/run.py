@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from arriero.schemas.evaluation import EvaluationReport
+from arriero.schemas.lineage import Anchor
 from arriero.schemas.messages import Message
 
 
@@ -26,6 +28,8 @@ class RunOptions(Message):
     max_dead_letters: NonNegativeInt = 0
     restarts: NonNegativeInt = 3
     threads: dict[str, PositiveInt] = Field(default_factory=dict)
+    record: bool = False
+    record_url: str = ""
 
 
 class NodeStatus(Message):
@@ -64,7 +68,7 @@ class RunSummary(Message):
     `restarts` are those of each replica that was killed and started again.
 
     `firing_s`: measured seconds of one firing of each node. From them alone: the step that the graph is
-    simulated to take, and the bound below which no schedule gets, held by `bound_nodes`.
+    simulated to take, and the bound below which no schedule gets, held by `bound_nodes`. `lineage`: the head of the record.
     """
 
     state: Literal["finished", "failed", "stopped"]
@@ -73,6 +77,7 @@ class RunSummary(Message):
     reward_last: float | None = None
     accuracy_before: float | None = None
     accuracy_after: float | None = None
+    evaluations: tuple[EvaluationReport, ...] = ()
     staleness_bound: int | None = None
     staleness_max: NonNegativeInt = 0
     groups_admitted: NonNegativeInt = 0
@@ -88,4 +93,5 @@ class RunSummary(Message):
     predicted_step_s: float | None = None
     bound_step_s: float | None = None
     bound_nodes: tuple[str, ...] = ()
+    lineage: Anchor | None = None
     error: str = ""

@@ -114,6 +114,8 @@ def held_out(record: Record) -> Evaluated | None:
     return Evaluated(
         id=prompt.id, origin=prompt.origins[0], version=prompt.min_version,
         values=tuple(s.value for s in record.scores), outcomes=tuple(s.outcome for s in record.scores),
+        lengths=tuple(int(r.mask.sum()) for r in record.group.rollouts), source=prompt.source,
+        truncated=sum(r.finish == "length" for r in record.group.rollouts),
     )  # fmt: skip
 
 

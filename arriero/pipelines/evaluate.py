@@ -1,0 +1,47 @@
+"""Evaluation: how many held-out prompts a model gets right; what `arriero eval` runs."""
+
+from __future__ import annotations
+
+from dataclasses import field, fields
+
+from pydantic import ConfigDict, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from arriero.components.chat import ChatFormat
+from arriero.components.fixed_weights import FixedWeights, HeldOutSource
+from arriero.components.generator import Generator
+from arriero.components.prompts import PromptSource
+from arriero.components.rewards import ExactMatch, Reward
+from arriero.components.sampling import Sampling
+from arriero.engine.graph import Graph
+from arriero.schemas.messages import Weights
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class EvaluateConfig:
+    """`samples` rollouts of each held-out prompt: with n of them pass@k is known for every k up to n."""
+
+    model: str
+    data: PromptSource
+    reward: Reward = field(default_factory=ExactMatch)
+    sampling: Sampling = field(default_factory=Sampling)
+    chat: ChatFormat = field(default_factory=ChatFormat)
+    samples: PositiveInt = 1
+    generators: PositiveInt = 1
+    rewards: PositiveInt = 1
+    slots: PositiveInt = 256
+
+
+def evaluate(cfg: EvaluateConfig) -> Graph:
+    """The graph of a training run without training."""
+    g = Graph("evaluate")
+    weights = g.loop(Weights, staleness=0)
+    held_out = HeldOutSource(**{f.name: getattr(cfg.data, f.name) for f in fields(PromptSource)})
+    prompts = g.add(held_out, name="prompts")()
+    generator = Generator(
+        model=cfg.model, samples=cfg.samples, sampling=cfg.sampling, chat=cfg.chat, slots=cfg.slots
+    )
+    rollouts = g.add(generator, replicas=cfg.generators)(prompts, weights)
+    scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
+    weights.close(g.add(FixedWeights(model=cfg.model), name="weights")(scored))
+    return g

@@ -1,0 +1,124 @@
+"""pass@k, intervals and reports of held-out prompts; `arriero eval` on a model, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from arriero.launchers.cli import main
+from arriero.launchers.evaluations import Evaluations, evaluation_table, pass_at_k, share_estimate
+from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated
+from arriero.schemas.messages import Outcome
+from tests.inline_runs import peaked_model
+
+OK, WRONG, ERROR = Outcome.OK, Outcome.WRONG, Outcome.ERROR
+
+
+@pytest.mark.parametrize(("samples", "right"), [(4, 0), (4, 1), (5, 3), (6, 6)])
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_one(samples: int, right: int) -> None:
+    for k in range(1, samples + 1):
+        chosen = list(combinations([i < right for i in range(samples)], k))
+        assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, chosen)) / len(chosen), abs=1e-12)
+
+
+def test_pass_at_k_has_the_published_value() -> None:
+    # 1 - C(7, 5) / C(10, 5), by the estimator of Chen et al., section 2.1.
+    assert pass_at_k(10, 3, 5) == pytest.approx(1 - 21 / 252)
+    with pytest.raises(ValueError, match="pass@3 of 2 rollouts, 1 of them right, isn't defined"):
+        pass_at_k(2, 1, 3)
+
+
+def test_one_rollout_per_prompt_has_the_interval_of_wilson() -> None:
+    # statsmodels: proportion_confint(8, 10, method="wilson").
+    found = share_estimate([1.0] * 8 + [0.0] * 2, 10)
+    assert (found.low, found.high) == pytest.approx((0.4901625, 0.9433178), abs=1e-5)
+
+
+def test_rollouts_of_one_prompt_that_agree_count_once() -> None:
+    alike = share_estimate([1.0] * 8 + [0.0] * 2, 100)  # ten rollouts each, all alike
+    assert alike == share_estimate([1.0] * 8 + [0.0] * 2, 10)
+    apart = share_estimate([0.8, 0.7, 0.9, 0.8] * 5, 200)
+    assert apart.high - apart.low < alike.high - alike.low
+    none = share_estimate([0.0] * 6, 24)
+    assert none.low == 0.0
+    assert 0.3 < none.high < 0.5  # six prompts without a right rollout don't prove that there is none
+
+
+def sent(origin: int, version: int) -> Admitted:
+    return Admitted(
+        id=f"p{origin}@{version}", origin=origin, split="eval", epoch=0, row=0, min_version=version
+    )
+
+
+def back(origin: int, version: int, *outcomes: Outcome, source: str = "a", length: int = 3) -> Evaluated:
+    return Evaluated(
+        id=f"p{origin}@{version}", origin=origin, version=version, outcomes=outcomes, source=source,
+        values=tuple(float(o is OK) for o in outcomes), lengths=(length,) * len(outcomes), truncated=1,
+    )  # fmt: skip
+
+
+def test_a_report_counts_what_came_back_and_what_didnt() -> None:
+    found = Evaluations()
+    assert found.newest() == {}
+    for origin in (-1, -2, -3):
+        found.event(sent(origin, 2))
+    found.event(back(-1, 2, OK, WRONG))
+    found.event(back(-2, 2, ERROR, WRONG))
+    found.event(DroppedEvent(node="generator", parent="p", origins=(-3,), reason="too_long"))
+    (report,) = found.report(2)
+    assert (report.prompts, report.samples, report.missing) == (2, 4, 1)
+    assert (report.no_verdict, report.truncated) == (1, 2)
+    assert {k: e.value for k, e in report.pass_at.items()} == {1: 0.25, 2: 0.5}
+    assert (report.avg.value, report.length.value) == (0.25, 3.0)
+    newest = found.newest()
+    assert (newest["version"], newest["pass@1"], newest["prompts"]) == (2, 0.25, 2)
+
+
+def test_several_data_sets_are_reported_apart_too() -> None:
+    found = Evaluations()
+    for k, source in enumerate(["b", "a", "b"]):
+        found.event(sent(-1 - k, 0))
+        found.event(back(-1 - k, 0, OK if source == "a" else WRONG, source=source))
+    assert [(r.source, r.prompts, r.pass_at[1].value) for r in found.report(0)] == [
+        ("", 3, 1 / 3), ("a", 1, 1.0), ("b", 2, 0.0),
+    ]  # fmt: skip
+    lines = evaluation_table(found.report(0)).splitlines()
+    assert [line.split()[1] for line in lines] == ["data", "all", "a", "b"]
+
+
+def test_a_model_is_evaluated_on_all_rows_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = peaked_model(tmp_path / "model")
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": "3"}) + "\n" for i in range(3)))
+    given = ["--data", str(data), "--reward", "contains", "--reward.text", "3", "--samples", "4"]
+    run = tmp_path / "run"
+    words = ["eval", model, *given, "--sampling.max-new-tokens", "4", "--inline", "--json"]
+    assert main([*words, "--run-dir", str(run)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (report,) = told["reports"]
+    assert (report["prompts"], report["samples"], report["missing"]) == (3, 12, 0)
+    assert {*report["pass_at"]} == {"1", "2", "4"}
+    assert told == json.loads((run / "evaluation.json").read_text())
+    assert len(told["weights_sha256"]) == 64
+    kinds = [json.loads(line)["kind"] for line in (run / "ledger.jsonl").read_text().splitlines()]
+    assert kinds.count("evaluated") == 3
+    assert {*kinds} == {"admitted", "evaluated"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["eval"], "eval needs a model or run directory first"),
+        (["eval", "/nowhere", "--data", "d.jsonl"], "model '/nowhere' is not a directory"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
