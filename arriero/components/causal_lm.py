@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 
@@ -91,10 +91,10 @@ class CausalForward:
         return torch.where(visible, zero, float("-inf"))
 
 
-def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """All end-of-sequence ids that the model's generation config, its config or the tokenizer name."""
+def end_ids(*owners: object) -> set[int]:
+    """All end-of-sequence ids that the owners (generation config, model config, tokenizer) name."""
     ids: set[int] = set()
-    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
+    for owner in owners:
         named: int | list[int] | None = getattr(owner, "eos_token_id", None)
         if named is not None:
             ids.update(named if isinstance(named, list) else [named])

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from arriero.components.causal_lm import CausalForward, end_ids
-from arriero.components.rollout_engine import Completion, Finish, Request
+from arriero.components.rollout_engine import Completion, Finish, Request, check_requests
 from arriero.components.sampling import Sampling, StopStrings, draw, uniforms
 from arriero.components.slot_cache import SlotCache
 
@@ -61,7 +61,9 @@ class DecodeEngine:
         self._cache = SlotCache(slots=slots, max_length=max_length)
         self._sampling = sampling
         self._stop = StopStrings(tokenizer, sampling.stop)
-        self._ends = np.array(sorted(end_ids(model, tokenizer)), np.int64)
+        self._ends = np.array(
+            sorted(end_ids(getattr(model, "generation_config", None), model.config, tokenizer)), np.int64
+        )
         self._slots = slots
         self.max_length = max_length
         self._prefill_tokens = prefill_tokens
@@ -87,16 +89,13 @@ class DecodeEngine:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Take requests up at the next step. Raises ValueError, taking none, if one can't run."""
-        if len(requests) > self.room():
-            raise ValueError(f"{len(requests)} requests, but room for {self.room()}; ask room() first")
-        keys = {request.key for request in (*self._running, *self._waiting)}
-        for request in requests:
-            self._check(request)
-            if request.key in keys:
-                raise ValueError(
-                    f"request {request.key!r} is already under way; give every request its own key"
-                )
-            keys.add(request.key)
+        check_requests(
+            requests,
+            running=[request.key for request in (*self._running, *self._waiting)],
+            room=self.room(),
+            max_length=self.max_length,
+            most=self._sampling.max_new_tokens,
+        )
         self._waiting.extend(requests)
 
     @torch.inference_mode()
@@ -145,20 +144,6 @@ class DecodeEngine:
         if self._waiting:
             logits.append(self._admit())
         return self._draw(torch.cat(logits)) if logits else []
-
-    def _check(self, request: Request) -> None:
-        most = self._sampling.max_new_tokens
-        limit = most if request.max_new_tokens is None else request.max_new_tokens
-        length, longest = len(request.prompt_ids), self.max_length - limit
-        if not 0 < limit <= most:
-            raise ValueError(f"request {request.key!r}: max_new_tokens is {limit}, but must lie in 1..{most}")
-        if not 0 < length <= longest:
-            raise ValueError(
-                f"request {request.key!r}: the prompt has {length} tokens, but must have 1..{longest}: "
-                f"max_length is {self.max_length}, and {limit} of it are for new tokens; raise it"
-            )
-        if not 0 <= request.seed < 2**64:
-            raise ValueError(f"request {request.key!r}: seed is {request.seed}, but must lie in [0, 2**64)")
 
     def _decode(self) -> Tensor:
         """Logits [N, V] after the last token of all running rows."""
@@ -224,7 +209,7 @@ class DecodeEngine:
         stopped_N = np.isin(self._last[:num_rows], self._ends)
         if self._sampling.stop:
             for row in np.flatnonzero(~bad_N & ~stopped_N):
-                stopped_N[row] = self._stop(self._end_of_response(int(row)))
+                stopped_N[row] = self._stop(self._token_ids[row, : num_new_N[row]])
         ended = np.flatnonzero(bad_N | stopped_N | (num_new_N >= self._limits[:num_rows]))
         done = [
             self._completion(row, "error" if bad_N[row] else "stop" if stopped_N[row] else "length")
@@ -234,14 +219,6 @@ class DecodeEngine:
             self._cache.clear(self._model.tensor(np.flatnonzero(bad_N)))
         self._remove(ended)
         return done
-
-    def _end_of_response(self, row: int) -> NDArray[np.int32]:
-        """At least as many of the last tokens as a stop string may reach over."""
-        drawn, request = self._token_ids[row, : self._num_new[row]], self._running[row]
-        before = min(request.sampled, max(self._stop.window - len(drawn), 0))
-        if not before:
-            return drawn
-        return np.concatenate([np.asarray(request.prompt_ids[-before:], np.int32), drawn])
 
     def _completion(self, row: int, finish: Finish) -> Completion:
         used = slice(0, self._num_new[row])

@@ -17,15 +17,12 @@ from pydantic.dataclasses import dataclass
 from arriero.components.chat import ChatFormat
 from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory, context_length
-from arriero.components.prompt_queue import PromptQueue
-from arriero.components.rollout_engine import EnginePrecision, KVCache
+from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCache
 from arriero.components.sampling import Sampling
-from arriero.components.stragglers import Stragglers
-from arriero.engine.backlog import NO_BACKLOG, Backlog
+from arriero.components.vllm_options import VLLMOptions
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import Context, current
 from arriero.engine.stream import Stream
-from arriero.schemas.continuations import Continuation, prompt_of
 from arriero.schemas.messages import Dropped, Prompt, RolloutGroup, Weights
 
 if TYPE_CHECKING:
@@ -40,8 +37,9 @@ class Generator:
     that isn't complete after `group_timeout_s` is dropped; a rollout without finite log-probabilities is left
     out of its group and counted.
 
-    `kv_cache`: whether running requests keep the keys and values of older weights or compute them again when
-    new ones come. `precision`: of the engine's weights; the trainer's are cast to it as they arrive.
+    `engine` decodes; `vllm` is for the engine of that name only. `kv_cache`: whether running requests keep
+    the keys and values of older weights or compute them again when new ones come. `precision`: of the
+    engine's weights; the trainer's are cast to it as they arrive.
     """
 
     model: str
@@ -51,23 +49,22 @@ class Generator:
     slots: PositiveInt = 256
     context: PositiveInt | None = None
     group_timeout_s: PositiveFloat = 600.0
+    engine: EngineName = "transformers"
+    vllm: VLLMOptions = field(default_factory=VLLMOptions)
     kv_cache: KVCache = "keep"
     precision: EnginePrecision = "float32"
-    stragglers: Stragglers = field(default_factory=Stragglers)
     computes: ClassVar[bool] = True
 
     def want(self) -> int:
         return max(1, self.slots // self.samples)
 
-    def puts_back(self) -> bool:
-        return self.stragglers.active
-
     def problems(self, view: GraphView) -> Iterable[str]:
-        yield from self.stragglers.problems(
-            replicas=view.replicas, max_new_tokens=self.sampling.max_new_tokens
-        )
         yield from (unloadable := list(check_model_directory(self.model)))
         yield from [] if unloadable else self.chat.problems(self.model)
+        if self.engine == "vllm":
+            yield from self.vllm.problems(self.sampling)
+        elif self.vllm != VLLMOptions():
+            yield f"engine={self.engine} doesn't read {self.vllm}; set engine=vllm or leave these out"
         if self.slots < self.samples:
             yield f"slots={self.slots} can't hold samples={self.samples}; use at least {self.samples}"
         most = context_length(self.model)
@@ -81,23 +78,18 @@ class Generator:
             )
 
     async def run(
-        self, prompts: Stream[Prompt], weights: Stream[Weights], backlog: Backlog = NO_BACKLOG
+        self, prompts: Stream[Prompt], weights: Stream[Weights]
     ) -> AsyncIterator[RolloutGroup | Dropped]:
-        context, policy = current(), self.stragglers
-        in_tail = context.replica >= context.replicas - policy.tail_replicas
-        queue = PromptQueue(self, prompts, backlog, in_tail=in_tail)
-        if in_tail:
-            await backlog.refuse_prompts()
         with ComputeThread("generator") as compute:
-            work = await compute(self._load, context)
+            work = await compute(self._load, current())
             try:
                 await compute(work.load, await _newer(weights))
-                decode = self._one_by_one if context.deterministic else self._continuously
-                async for out in decode(queue, weights, backlog, work, compute):
-                    if not isinstance(out, Continuation):
-                        yield out
-                    elif not await backlog.put(out) and (refused := work.add(out)) is not None:
-                        yield refused
+                if current().deterministic:
+                    async for group in self._one_by_one(prompts, weights, work, compute):
+                        yield group
+                else:
+                    async for group in self._continuously(prompts, weights, work, compute):
+                        yield group
             finally:
                 await compute(work.close)
 
@@ -108,48 +100,36 @@ class Generator:
         return GroupDecoding(self, context)
 
     async def _continuously(
-        self,
-        queue: PromptQueue,
-        weights: Stream[Weights],
-        backlog: Backlog,
-        work: GroupDecoding,
-        compute: ComputeThread,
-    ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
+        self, prompts: Stream[Prompt], weights: Stream[Weights], work: GroupDecoding, compute: ComputeThread
+    ) -> AsyncIterator[RolloutGroup | Dropped]:
+        waiting: Prompt | None = None
         while True:
             if (newer := weights.poll()) is not None:
                 await compute(work.load, newer)
-            while (record := queue.next(work.room)) is not None:
-                if queue.to_tail(record) and await backlog.put(Continuation(prompt=prompt_of(record))):
-                    continue
-                while work.version < prompt_of(record).min_version:
+            while work.has_room and (prompt := waiting or prompts.poll()) is not None:
+                waiting = None
+                while work.version < prompt.min_version:
                     await compute(work.load, await _newer(weights))
-                if (refused := work.add(record)) is not None:
+                if (refused := work.add(prompt)) is not None:
                     yield refused
             if work.idle:
-                if not await queue.wait():
+                if (waiting := await prompts.next()) is None:
                     return
                 continue
-            for out in await compute(work.step):
-                yield out
+            for group in await compute(work.step):
+                yield group
 
     async def _one_by_one(
-        self,
-        queue: PromptQueue,
-        weights: Stream[Weights],
-        backlog: Backlog,
-        work: GroupDecoding,
-        compute: ComputeThread,
-    ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
-        while await queue.wait():
-            while (record := queue.next(work.room)) is not None:
-                version = prompt_of(record).min_version
-                if work.version != version:
-                    await compute(work.load, await weights.at(version))
-                if (refused := work.add(record)) is not None:
-                    yield refused
-                while not work.idle:
-                    for out in await compute(work.step):
-                        yield out
+        self, prompts: Stream[Prompt], weights: Stream[Weights], work: GroupDecoding, compute: ComputeThread
+    ) -> AsyncIterator[RolloutGroup | Dropped]:
+        async for prompt in prompts:
+            if work.version != prompt.min_version:
+                await compute(work.load, await weights.at(prompt.min_version))
+            if (refused := work.add(prompt)) is not None:
+                yield refused
+            while not work.idle:
+                for group in await compute(work.step):
+                    yield group
 
 
 async def _newer(weights: Stream[Weights]) -> Weights:

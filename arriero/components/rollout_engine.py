@@ -9,12 +9,13 @@ are queued. An engine is used by one thread at a time.
 
 | engine | module | for |
 |---|---|---|
-| `transformers` | `transformers_engine` | any model of transformers, small models, deterministic runs |
+| `transformers` | `transformers_engine` | nothing else to install; tiny models |
+| `vllm` | `vllm_engine` | throughput: paged cache, fused kernels, tensor parallelism |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from arriero.engine.runtime.context import Context
     from arriero.schemas.weights import WeightManifest
 
+EngineName = Literal["transformers", "vllm"]
+
 Finish = Literal["stop", "length", "error"]
 
 KVCache = Literal["keep", "recompute"]
@@ -40,17 +43,12 @@ EnginePrecision = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One response to sample. Those added together with an equal prompt share the work on it.
-
-    To go on with a response, its tokens stand at the end of `prompt_ids`; `sampled` says how many they are,
-    for a stop string may begin in them.
-    """
+    """One response to sample. Those added together with an equal prompt share the work on it."""
 
     key: str
     prompt_ids: Sequence[int] | NDArray[np.int32]  # [L], at least one
     seed: int  # in [0, 2**64)
     max_new_tokens: int | None = None  # None: as in the engine's `Sampling`; at most that
-    sampled: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,6 +60,33 @@ class Completion:
     logprobs: NDArray[np.float32]  # [R], nats, of the distribution that was sampled from
     versions: NDArray[np.int32]  # [R], of the weights that gave the token
     finish: Finish
+
+
+def check_requests(
+    requests: Sequence[Request], *, running: Collection[str], room: int, max_length: int, most: int
+) -> None:
+    """ValueError, naming the request and the limit, unless an engine can take all of them.
+
+    `running`: keys under way; `room`: requests that may be added; `most`: new tokens of any request.
+    """
+    if len(requests) > room:
+        raise ValueError(f"{len(requests)} requests, but room for {room}; ask room() first")
+    keys = set(running)
+    for request in requests:
+        limit = most if request.max_new_tokens is None else request.max_new_tokens
+        length, longest = len(request.prompt_ids), max_length - limit
+        if not 0 < limit <= most:
+            raise ValueError(f"request {request.key!r}: max_new_tokens is {limit}, but must lie in 1..{most}")
+        if not 0 < length <= longest:
+            raise ValueError(
+                f"request {request.key!r}: the prompt has {length} tokens, but must have 1..{longest}: "
+                f"max_length is {max_length}, and {limit} of it are for new tokens; raise it"
+            )
+        if not 0 <= request.seed < 2**64:
+            raise ValueError(f"request {request.key!r}: seed is {request.seed}, but must lie in [0, 2**64)")
+        if request.key in keys:
+            raise ValueError(f"request {request.key!r} is already under way; give every request its own key")
+        keys.add(request.key)
 
 
 class RolloutEngine(Protocol):
@@ -114,6 +139,10 @@ class RolloutEngine(Protocol):
 
 def open_engine(config: Generator, context: Context, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The engine that `config` asks for, loaded. UserError if the model or the machine can't do it."""
+    if config.engine == "vllm":
+        from arriero.components.vllm_engine import VLLMEngine
+
+        return VLLMEngine(config, context, tokenizer)
     from arriero.components.transformers_engine import TransformersEngine
 
     return TransformersEngine(config, context, tokenizer)

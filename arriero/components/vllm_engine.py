@@ -1,0 +1,196 @@
+"""The engine for throughput: vLLM, stepped in the role's own process.
+
+One call of `step` is one step of vLLM's scheduler and model, in the generator's compute thread. There is no
+queue between us and the scheduler: weights, cancellations and new requests take effect at the next step, and
+the version of a token is known without a clock. With `tensor_parallel` above 1 the workers are processes of
+their own, which each take the weights from shared memory by name; the scheduler stays here.
+
+Prefix caches: the key of a cached block holds the version that its request began under, so that a prompt
+never meets keys and values of older weights; `recompute` also empties the cache. Requests that have waited
+without a token when new weights come begin anew, under the new version.
+
+Random numbers: vLLM draws for all requests of a step from one stream. It begins anew, from the seeds of the
+requests, whenever an idle engine gets requests: a group that is alone in the engine is reproducible.
+"""
+
+# pyright: reportUnknownMemberType=false
+# transformers annotates only a part of what is called here.
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arriero.components.causal_lm import end_ids
+from arriero.components.model_directory import loading
+from arriero.components.rollout_engine import Completion, Request, check_requests
+from arriero.components.vllm_start import leave, start
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from arriero.components.generator import Generator
+    from arriero.engine.runtime.context import Context
+    from arriero.schemas.weights import WeightManifest
+
+
+class VLLMEngine:
+    """A `RolloutEngine` on vLLM. Several in one process share its process group of one."""
+
+    _alive: ClassVar[int] = 0
+
+    def __init__(self, config: Generator, context: Context, tokenizer: PreTrainedTokenizerBase) -> None:
+        model, generation = _configs(config.model)
+        self.version = -1
+        self.max_length = config.context or int(getattr(model, "max_position_embeddings", 4096))
+        self.vocabulary: int | None = getattr(model, "vocab_size", None)
+        self._config = config
+        self._deterministic = context.deterministic
+        self._ends = sorted(end_ids(generation, model, tokenizer))
+        self._llm = start(config, model, self.max_length, name=f"{context.node}-{context.replica}")
+        VLLMEngine._alive += 1
+        self._inputs: Any = import_module("vllm.inputs.engine")
+        self._sampling: Any = import_module("vllm.sampling_params")
+        self._open: dict[str, Request] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self._open
+
+    def room(self) -> int:
+        return self._config.slots - len(self._open)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        check_requests(
+            requests,
+            running=self._open,
+            room=self.room(),
+            max_length=self.max_length,
+            most=self._config.sampling.max_new_tokens,
+        )
+        if self.idle and requests:
+            self._begin_anew([request.seed for request in requests])
+        for request in requests:
+            self._submit(request)
+            self._open[request.key] = request
+
+    def cancel(self, key: str) -> None:
+        if self._open.pop(key, None) is not None:
+            self._llm.abort_request([key])
+
+    def step(self) -> list[Completion]:
+        if self.idle:
+            return []
+        ended = [output for output in self._llm.step() if output.finished]
+        done = [self._completion(output) for output in ended if output.request_id in self._open]
+        for completion in done:
+            del self._open[completion.key]
+        return done
+
+    def take(self, manifest: WeightManifest) -> None:
+        self._llm.collective_rpc("take_weights", args=(manifest.model_dump_json(),))
+        self._llm.set_weight_version(str(manifest.version))
+        self.version = manifest.version
+        if self._config.kv_cache == "recompute":
+            self._llm.reset_prefix_cache(reset_running_requests=True)
+        else:
+            for key in self._without_tokens():
+                self._llm.abort_request([key])
+                self._submit(self._open[key])
+
+    def close(self) -> None:
+        if self._open:
+            self._llm.abort_request(list(self._open))
+            self._open.clear()
+        self._llm.collective_rpc("close_intake")
+        self._llm.engine_core.shutdown()
+        VLLMEngine._alive -= 1
+        if not VLLMEngine._alive:
+            leave()
+
+    def _begin_anew(self, seeds: Sequence[int]) -> None:
+        if self._deterministic:
+            # Blocks that another group left would be computed in another batch, and differ in the last bit.
+            self._llm.reset_prefix_cache()
+        digest = hashlib.blake2b(repr(seeds).encode(), digest_size=8).digest()
+        self._llm.collective_rpc("seed_sampling", args=(int.from_bytes(digest, "little") >> 1,))
+
+    def _submit(self, request: Request) -> None:
+        sampling = self._config.sampling
+        prompt = self._inputs.tokens_input(
+            np.asarray(request.prompt_ids).tolist(), cache_salt=str(self.version)
+        )
+        params = self._sampling.SamplingParams(
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            top_p=1.0 if sampling.greedy else sampling.top_p,
+            max_tokens=request.max_new_tokens or sampling.max_new_tokens,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
+            stop_token_ids=self._ends,
+            logprobs=0,  # besides the sampled token's own
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=self._sampling.RequestOutputKind.FINAL_ONLY,
+        )
+        self._llm.add_request(request.key, prompt, params)
+
+    def _without_tokens(self) -> list[str]:
+        states = self._llm.output_processor.request_states.values()
+        return [
+            state.external_req_id
+            for state in states
+            if state.external_req_id in self._open and state.detokenizer.num_output_tokens() == 0
+        ]
+
+    def _completion(self, output: Any) -> Completion:
+        (response,) = output.outputs
+        token_ids = np.asarray(response.token_ids, np.int32)
+        logprobs = own_logprobs(token_ids, response.logprobs)
+        versions = np.full(len(token_ids), self.version, np.int32)
+        for span in response.weight_versions or ():
+            versions[span.start : span.end] = int(span.version)
+        bad = np.flatnonzero(~np.isfinite(logprobs))
+        used = slice(0, int(bad[0]) if len(bad) else None)
+        return Completion(
+            key=output.request_id,
+            token_ids=token_ids[used],
+            logprobs=logprobs[used],
+            versions=versions[used],
+            finish="error" if len(bad) else "stop" if response.finish_reason == "stop" else "length",
+        )
+
+
+def _configs(directory: str) -> tuple[Any, Any]:
+    """The model's config and its generation config; None for one that isn't there."""
+    from transformers import AutoConfig, GenerationConfig
+
+    configs: Any = AutoConfig  # what it gives is typed in part
+    with loading(directory):
+        model = configs.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        if not (Path(directory) / "generation_config.json").is_file():
+            return model, None
+        return model, GenerationConfig.from_pretrained(directory, local_files_only=True)
+
+
+def own_logprobs(token_ids: NDArray[np.int32], flat: Any) -> NDArray[np.float32]:
+    """Log-probability [R] of each token itself in vLLM's flat record of several tokens per position.
+
+    NaN where its own is missing; NaN throughout if there isn't one position per token.
+    """
+    own = np.full(len(token_ids), np.nan, np.float32)
+    if flat is None or len(flat.start_indices) != len(token_ids):
+        return own
+    for i, (token, begin, end) in enumerate(
+        zip(token_ids.tolist(), flat.start_indices, flat.end_indices, strict=True)
+    ):
+        for j in range(begin, end):
+            if flat.token_ids[j] == token:
+                own[i] = flat.logprobs[j]
+                break
+    return own
