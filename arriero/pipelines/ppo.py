@@ -27,6 +27,7 @@ class PPOConfig(SampledConfig):
     """
 
     reward_model: str
+    rewards: PositiveInt = 1
     samples: PositiveInt = 1
     kl: NonNegativeFloat = 0.05
     gamma: float = Field(default=1.0, gt=0, le=1)
