@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import cast
 
 from pydantic import TypeAdapter
 
@@ -80,7 +79,7 @@ def weights_sha256(model: Path) -> str:
 
 def _table(component: object, names: Sequence[str] | set[str] = ()) -> dict[str, object]:
     """The fields of a component as a configuration file has them."""
-    adapter: TypeAdapter[object] = TypeAdapter(cast("type[object]", type(component)))
+    adapter: TypeAdapter[object] = TypeAdapter(type(component))
     dumped = adapter.dump_python(component, mode="json", fallback=as_text, exclude_none=True)
     found: dict[str, object] = json.loads(json.dumps(dumped))
     return {k: v for k, v in found.items() if not names or k in names}
