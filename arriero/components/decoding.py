@@ -209,7 +209,7 @@ class DecodeEngine:
         stopped_N = np.isin(self._last[:num_rows], self._ends)
         if self._sampling.stop:
             for row in np.flatnonzero(~bad_N & ~stopped_N):
-                stopped_N[row] = self._stop(self._token_ids[row, : num_new_N[row]])
+                stopped_N[row] = self._stop(self._end_of_response(int(row)))
         ended = np.flatnonzero(bad_N | stopped_N | (num_new_N >= self._limits[:num_rows]))
         done = [
             self._completion(row, "error" if bad_N[row] else "stop" if stopped_N[row] else "length")
@@ -219,6 +219,14 @@ class DecodeEngine:
             self._cache.clear(self._model.tensor(np.flatnonzero(bad_N)))
         self._remove(ended)
         return done
+
+    def _end_of_response(self, row: int) -> NDArray[np.int32]:
+        """At least as many of the last tokens as a stop string may reach over."""
+        drawn, request = self._token_ids[row, : self._num_new[row]], self._running[row]
+        before = min(request.sampled, max(self._stop.window - len(drawn), 0))
+        if not before:
+            return drawn
+        return np.concatenate([np.asarray(request.prompt_ids[-before:], np.int32), drawn])
 
     def _completion(self, row: int, finish: Finish) -> Completion:
         used = slice(0, self._num_new[row])

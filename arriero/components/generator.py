@@ -17,12 +17,16 @@ from pydantic.dataclasses import dataclass
 from arriero.components.chat import ChatFormat
 from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory, context_length
+from arriero.components.prompt_queue import PromptQueue
 from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCache
 from arriero.components.sampling import Sampling
+from arriero.components.stragglers import Stragglers
 from arriero.components.vllm_options import VLLMOptions
+from arriero.engine.backlog import NO_BACKLOG, Backlog
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import Context, current
 from arriero.engine.stream import Stream
+from arriero.schemas.continuations import Continuation, prompt_of
 from arriero.schemas.messages import Dropped, Prompt, RolloutGroup, Weights
 
 if TYPE_CHECKING:
@@ -53,12 +57,19 @@ class Generator:
     vllm: VLLMOptions = field(default_factory=VLLMOptions)
     kv_cache: KVCache = "keep"
     precision: EnginePrecision = "float32"
+    stragglers: Stragglers = field(default_factory=Stragglers)
     computes: ClassVar[bool] = True
 
     def want(self) -> int:
         return max(1, self.slots // self.samples)
 
+    def puts_back(self) -> bool:
+        return self.stragglers.active
+
     def problems(self, view: GraphView) -> Iterable[str]:
+        yield from self.stragglers.problems(
+            replicas=view.replicas, max_new_tokens=self.sampling.max_new_tokens
+        )
         yield from (unloadable := list(check_model_directory(self.model)))
         yield from [] if unloadable else self.chat.problems(self.model)
         if self.engine == "vllm":
@@ -78,18 +89,23 @@ class Generator:
             )
 
     async def run(
-        self, prompts: Stream[Prompt], weights: Stream[Weights]
+        self, prompts: Stream[Prompt], weights: Stream[Weights], backlog: Backlog = NO_BACKLOG
     ) -> AsyncIterator[RolloutGroup | Dropped]:
+        context, policy = current(), self.stragglers
+        in_tail = context.replica >= context.replicas - policy.tail_replicas
+        queue = PromptQueue(self, prompts, backlog, in_tail=in_tail)
+        if in_tail:
+            await backlog.refuse_prompts()
         with ComputeThread("generator") as compute:
-            work = await compute(self._load, current())
+            work = await compute(self._load, context)
             try:
                 await compute(work.load, await _newer(weights))
-                if current().deterministic:
-                    async for group in self._one_by_one(prompts, weights, work, compute):
-                        yield group
-                else:
-                    async for group in self._continuously(prompts, weights, work, compute):
-                        yield group
+                decode = self._one_by_one if context.deterministic else self._continuously
+                async for out in decode(queue, weights, backlog, work, compute):
+                    if not isinstance(out, Continuation):
+                        yield out
+                    elif not await backlog.put(out) and (refused := work.add(out)) is not None:
+                        yield refused
             finally:
                 await compute(work.close)
 
@@ -100,36 +116,48 @@ class Generator:
         return GroupDecoding(self, context)
 
     async def _continuously(
-        self, prompts: Stream[Prompt], weights: Stream[Weights], work: GroupDecoding, compute: ComputeThread
-    ) -> AsyncIterator[RolloutGroup | Dropped]:
-        waiting: Prompt | None = None
+        self,
+        queue: PromptQueue,
+        weights: Stream[Weights],
+        backlog: Backlog,
+        work: GroupDecoding,
+        compute: ComputeThread,
+    ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
         while True:
             if (newer := weights.poll()) is not None:
                 await compute(work.load, newer)
-            while work.has_room and (prompt := waiting or prompts.poll()) is not None:
-                waiting = None
-                while work.version < prompt.min_version:
+            while (record := queue.next(work.room)) is not None:
+                if queue.to_tail(record) and await backlog.put(Continuation(prompt=prompt_of(record))):
+                    continue
+                while work.version < prompt_of(record).min_version:
                     await compute(work.load, await _newer(weights))
-                if (refused := work.add(prompt)) is not None:
+                if (refused := work.add(record)) is not None:
                     yield refused
             if work.idle:
-                if (waiting := await prompts.next()) is None:
+                if not await queue.wait():
                     return
                 continue
-            for group in await compute(work.step):
-                yield group
+            for out in await compute(work.step):
+                yield out
 
     async def _one_by_one(
-        self, prompts: Stream[Prompt], weights: Stream[Weights], work: GroupDecoding, compute: ComputeThread
-    ) -> AsyncIterator[RolloutGroup | Dropped]:
-        async for prompt in prompts:
-            if work.version != prompt.min_version:
-                await compute(work.load, await weights.at(prompt.min_version))
-            if (refused := work.add(prompt)) is not None:
-                yield refused
-            while not work.idle:
-                for group in await compute(work.step):
-                    yield group
+        self,
+        queue: PromptQueue,
+        weights: Stream[Weights],
+        backlog: Backlog,
+        work: GroupDecoding,
+        compute: ComputeThread,
+    ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
+        while await queue.wait():
+            while (record := queue.next(work.room)) is not None:
+                version = prompt_of(record).min_version
+                if work.version != version:
+                    await compute(work.load, await weights.at(version))
+                if (refused := work.add(record)) is not None:
+                    yield refused
+                while not work.idle:
+                    for out in await compute(work.step):
+                        yield out
 
 
 async def _newer(weights: Stream[Weights]) -> Weights:

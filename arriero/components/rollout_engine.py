@@ -43,12 +43,17 @@ EnginePrecision = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One response to sample. Those added together with an equal prompt share the work on it."""
+    """One response to sample. Those added together with an equal prompt share the work on it.
+
+    To go on with a response, its tokens stand at the end of `prompt_ids`; `sampled` says how many they are,
+    for a stop string may begin in them.
+    """
 
     key: str
     prompt_ids: Sequence[int] | NDArray[np.int32]  # [L], at least one
     seed: int  # in [0, 2**64)
     max_new_tokens: int | None = None  # None: as in the engine's `Sampling`; at most that
+    sampled: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
