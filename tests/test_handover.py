@@ -6,29 +6,49 @@ The toy generator works in segments of one token; whoever takes a continuation g
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import multiprocessing.process
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.engine.backlog import NO_BACKLOG, Backlog, either
+from arriero.engine.broker import Broker
+from arriero.engine.errors import GraphError
 from arriero.engine.graph import Graph
-from arriero.engine.runtime import current
+from arriero.engine.memory_edge import MemoryLease
+from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_server import NatsServer
+from arriero.engine.picture import mermaid, svg, table
+from arriero.engine.runtime import current, run_role
 from arriero.engine.stream import Stream
+from arriero.launchers.hub import edges, logs
 from arriero.schemas.continuations import Continuation, Response
-from arriero.schemas.graph import GraphSpec
+from arriero.schemas.graph import Capacity, GraphSpec
 from arriero.schemas.messages import Dropped, Prompt, Rollout, RolloutGroup, Weights
+from arriero.schemas.run import RunOptions
 from tests.brokers import Engine
 from tests.runtime_runs import (
     Moody,
     Noting,
     Prompts,
     check_books,
+    declare,
+    options,
     play,
+    read,
+    replica,
+    start,
 )
 from tests.toys import ToyCollect
 
@@ -138,3 +158,207 @@ async def test_every_prompt_is_trained_or_dropped_once_over_any_number_of_segmen
     assert all(len(work[f"p{k}"]) == k % 5 + 1 for k in range(32) if k % 7 != 2)
     if replicas > 1:
         assert any(len(set(workers)) > 1 for workers in work.values())
+
+
+async def test_prompts_wait_for_nobody_when_the_backlog_has_no_room(engine: Engine) -> None:
+    """Every replica goes on with what the edge refuses; nothing waits in a circle."""
+    spec, opts = graph(Segmented(most=4, replicas=2)), options(engine.run)
+    owner = await declare_with(spec, engine, room=1)
+    async with asyncio.timeout(30):
+        await asyncio.gather(*start(spec, opts, engine).values())
+    assert check_books(await read(owner), engine.run, staleness=1, groups=4).trained == 32
+
+
+async def declare_with(spec: GraphSpec, engine: Engine, *, room: int) -> Broker:
+    """As `declare`, with room for so many continuations."""
+    decls = [
+        replace(e, capacity=Capacity(messages=room)) if e.name == "generator-backlog" else e
+        for e in edges(spec, options(engine.run))
+    ]
+    return await engine.declare(*decls, logs=tuple(logs(spec)))
+
+
+async def test_tail_replicas_take_what_others_put_back_and_no_prompts(engine: Engine) -> None:
+    spec = graph(Segmented(most=4, replicas=3, tail=1, seconds=0.002))
+    async with asyncio.timeout(30):
+        played = await play(spec, engine)
+    assert check_books(played, engine.run, staleness=1, groups=4).trained == 32
+    first = {workers[0] for workers in WORKERS[engine.run].values()}
+    assert first <= {0, 1}
+    assert any(2 in workers[1:] for workers in WORKERS[engine.run].values())
+
+
+@given(
+    replicas=st.integers(1, 3),
+    most=st.integers(1, 5),
+    room=st.integers(1, 12),
+    drop_every=st.sampled_from([0, 5]),
+    leaves=st.lists(st.tuples(st.integers(0, 2), st.floats(0.0, 0.04)), max_size=6),
+)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+def test_replicas_may_leave_and_come_back_at_any_moment(
+    replicas: int, most: int, room: int, drop_every: int, leaves: list[tuple[int, float]]
+) -> None:
+    run = f"random{len(WORKERS)}-{random.random()}"
+    WORKERS[run].clear()
+    generator = Segmented(most=most, seconds=0.001, drop_every=drop_every, replicas=replicas)
+    spec = graph(generator, trainer=Noting(steps=5))
+
+    async def played() -> None:
+        engine = Engine("memory", run)
+        opts = options(run, max_deliveries=20)
+        owner = await declare_with(spec, engine, room=room)
+        tasks = start(spec, opts, engine)
+        for k, after_s in leaves:
+            await asyncio.sleep(after_s)
+            key = ("generator", k % replicas)
+            if not tasks[key].done():
+                tasks[key].cancel()
+                await asyncio.gather(tasks[key], return_exceptions=True)
+                tasks[key] = asyncio.create_task(replica(spec, opts, engine, *key))
+        async with asyncio.timeout(20):
+            await asyncio.gather(*tasks.values())
+        ledger = check_books(await read(owner), run, staleness=1, groups=4)
+        assert ledger.trained == 20
+        assert set(ledger.dropped) <= {"invalid", "stale"}
+        await engine.assert_empty()
+        await engine.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        # So that a replica also leaves between a continuation and the acknowledgement of what it replaces.
+        patch.setattr(MemoryLease, "ack", _late_ack)
+        asyncio.run(played())
+
+
+_ack = MemoryLease.ack
+
+
+async def _late_ack(lease: MemoryLease) -> None:
+    await asyncio.sleep(random.choice((0.0, 0.004)))
+    await _ack(lease)
+
+
+def test_an_edge_of_its_own_shows_in_table_picture_and_json_and_changes_the_digest() -> None:
+    spec = graph()
+    (row,) = [row for row in table(spec) if row[0] == "generator"]
+    assert row[1] == "1 Prompt, 1 Weights or 1 Continuation"
+    assert row[2] == "1 RolloutGroup or 1 Continuation"
+    assert "a Continuation (32 records; it never waits for room)" in row[3]
+    assert "generator" in row[4].split(", ")
+    assert "n_generator -->|Continuation| n_generator" in mermaid(spec)
+    assert ">Continuation</text>" in svg(spec)
+    assert Graph.from_spec(GraphSpec.model_validate_json(spec.model_dump_json())).check() == spec
+    without = spec.model_copy(
+        update={"nodes": tuple(n.model_copy(update={"puts_back": False}) for n in spec.nodes)}
+    )
+    assert without.digest != spec.digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful:
+    """Means to put back, and has nothing to do it with."""
+
+    def puts_back(self) -> bool:
+        return True
+
+    async def run(self, prompts: Stream[Prompt]) -> AsyncIterator[Prompt]:
+        async for prompt in prompts:
+            yield prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfGroups(Forgetful):
+    """Puts back what it takes, which are no prompts."""
+
+    async def run(  # type: ignore[override]  # another port
+        self, groups: Stream[RolloutGroup], backlog: Backlog = NO_BACKLOG
+    ) -> AsyncIterator[RolloutGroup]:
+        async for group in groups:
+            yield group
+
+
+def test_check_refuses_nodes_that_cant_put_back() -> None:
+    g = Graph("forgetful")
+    g.add(Forgetful(), name="sink")(g.add(Prompts(), name="prompts")())
+    with pytest.raises(GraphError, match=r"give Forgetful\.run a parameter backlog: Backlog = NO_BACKLOG"):
+        g.check()
+    g = Graph("groups")
+    weights = g.loop(Weights, staleness=1)
+    groups = g.add(SEGMENTED, name="generator")(g.add(Prompts(), name="prompts")(), weights)
+    kept: Any = g.add(OfGroups(), name="filter")
+    scored = g.add(Moody(), name="reward")(kept(groups))
+    weights.close(g.add(EIGHT, name="trainer")(g.add(ToyCollect(groups=4), name="collect")(scored)))
+    with pytest.raises(
+        GraphError, match="filter: it takes 1 of generator; a node that puts back takes prompts"
+    ):
+        g.check()
+
+
+async def test_a_backlog_works_only_in_a_run() -> None:
+    with pytest.raises(RuntimeError, match=r"only inside run\(\) of a component whose puts_back\(\) is true"):
+        NO_BACKLOG.poll()
+
+
+# --- processes that are killed ----------------------------------------------------------------------------
+
+
+def process(spec: str, opts: str, role: str, number: int, url: str, token: str) -> None:
+    """One replica, in a process of its own."""
+    graph, run_options = GraphSpec.model_validate_json(spec), RunOptions.model_validate_json(opts)
+
+    async def run() -> None:
+        broker = await NatsBroker.connect(url, token, run=run_options.run_id)
+        try:
+            await run_role(graph, run_options, role=role, replica=number, run_dir=Path(), broker=broker)
+        finally:
+            await broker.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+async def test_generators_killed_with_continuations_in_flight_lose_and_double_nothing(
+    nats_server: NatsServer, run_name: str
+) -> None:
+    generator = Segmented(most=6, seconds=0.01, drop_every=9, replicas=3)
+    spec = graph(generator, groups=8, trainer=Noting(steps=10))
+    opts = options(run_name, max_deliveries=9, wait_bound_s=60.0, lease_s=20.0)
+    engine = Engine("nats", run_name, nats_server)
+    owner = await declare(spec, opts, engine)
+    spawn = multiprocessing.get_context("spawn")
+    texts = spec.model_dump_json(), opts.model_dump_json()
+
+    def begin(role: str, number: int = 0) -> multiprocessing.process.BaseProcess:
+        args = (*texts, role, number, nats_server.url, nats_server.token)
+        started = spawn.Process(target=process, args=args, daemon=True)
+        started.start()
+        return started
+
+    running = {(role, k): begin(role, k) for role, n in spec.roles.items() for k in range(n[0].replicas)}
+    kills, chance = 0, random.Random(4)
+    try:
+        async with asyncio.timeout(90):
+            while any(p.is_alive() for p in running.values()):
+                await asyncio.sleep(chance.uniform(0.05, 0.4))
+                key = ("generator", chance.randrange(3))
+                busy = (await owner.depth("generator-backlog")).leased["generator-backlog"]
+                if busy and kills < 5 and running[key].is_alive():
+                    running[key].kill()
+                    await asyncio.to_thread(running[key].join)
+                    await owner.evict(f"generator-{key[1]}-0")
+                    running[key] = begin(*key)
+                    kills += 1
+    finally:
+        for p in running.values():
+            p.kill()
+    assert {key: p.exitcode for key, p in running.items()} == dict.fromkeys(running, 0)
+    assert kills >= 3
+    played = await read(owner)
+    ledger = played.ledger  # raises for a prompt that is trained or dropped twice
+    assert ledger.admitted == ledger.trained + ledger.dropped.total()
+    assert ledger.trained == 10 * 8
+    assert ledger.staleness_max <= 1
+    assert set(ledger.dropped) <= {"invalid", "stale"}
+    assert played.dead == []
+    await engine.assert_empty()
+    await engine.close()
