@@ -30,15 +30,14 @@ import torch
 from torch import Tensor
 
 from arriero.engine.weights import destroy, nixl_transport
-from arriero.engine.weights.dist_transport import DistInlet, DistOutlet
-from arriero.engine.weights.nixl_transport import NixlInlet, NixlOutlet
-from arriero.engine.weights.plan import Plan, plan_weights
+from arriero.engine.weights.live_layout import replicated_layout
+from arriero.engine.weights.plan import plan_weights
+from arriero.engine.weights.plane import open_inlet, open_outlet
+from arriero.engine.weights.ranks import OneRank
+from arriero.engine.weights.receiver import ShardReceiver, Standby
+from arriero.engine.weights.sender import ShardSender
 from arriero.engine.weights.served import Serving
-from arriero.engine.weights.sharded import ShardReceiver, ShardSender, Standby
-from arriero.engine.weights.sharding import replicated_layout
-from arriero.engine.weights.shm_transport import ShmInlet, ShmOutlet
-from arriero.engine.weights.store_transport import StoreInlet, StoreOutlet
-from arriero.engine.weights.transport import Inlet, Outlet
+from arriero.schemas.weights import TransportName
 from benchmarks.raw_transports import RawGloo, RawNixl
 
 if TYPE_CHECKING:
@@ -72,31 +71,12 @@ def seconds(work: Callable[[], object]) -> Taken:
     return Taken(time.perf_counter() - start, time.process_time() - used)
 
 
-def make_outlet(transport: str, place: str, plan: Plan) -> Outlet:
-    serving = Serving(secret=SECRET)
-    if transport == "shm":
-        return ShmOutlet(place, plan)
-    if transport == "gloo":
-        return DistOutlet(plan, serving)
-    return NixlOutlet(plan, serving) if transport == "nixl" else StoreOutlet(place, plan)
-
-
-def make_inlet(transport: str, url: str, plan: Plan, name: str) -> Inlet:
-    if transport == "shm":
-        return ShmInlet(url, plan, name)
-    if transport == "gloo":
-        return DistInlet(url, plan, name, SECRET)
-    return NixlInlet(url, plan, name, SECRET) if transport == "nixl" else StoreInlet(url, plan, name)
-
-
 class Receiving:
     """A receiver process, told what to do through its pipe."""
 
-    def __init__(self, transport: str, url: str, name: str, num_mb: int, raw_at: str) -> None:
+    def __init__(self, transport: TransportName, url: str, name: str, num_mb: int, raw_at: str) -> None:
         self.into = {n: torch.zeros_like(t) for n, t in tensors_of(num_mb).items()}
-        layout = replicated_layout(self.into)
-        plan = plan_weights(layout, {"generator": layout})
-        self.receiver = ShardReceiver(make_inlet(transport, url, plan, name), plan, "generator")
+        self.receiver = ShardReceiver(open_inlet(url, name, SECRET))
         self.standby = Standby(self.receiver, self.into)
         self.last = -1
         self.raw = None
@@ -133,14 +113,15 @@ def receiver_process(pipe: "Connection[Any, Any]", *arguments: Any) -> None:
 class Bench:
     """One transport with its receivers."""
 
-    def __init__(self, transport: str, num_mb: int, receivers: int, folder: str) -> None:
+    def __init__(self, transport: TransportName, num_mb: int, receivers: int, folder: str) -> None:
         self.tensors = tensors_of(num_mb)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.copies = [{n: torch.zeros_like(t) for n, t in self.tensors.items()} for _ in range(2)]
         layout = replicated_layout(self.tensors)
-        self.plan = plan_weights(layout, {"generator": layout})
+        plan = plan_weights(layout)
         self.place = f"shm://benchmark-{os.getpid()}" if transport == "shm" else f"file://{folder}"
-        self.sender = ShardSender(outlet := make_outlet(transport, self.place, self.plan), self.plan)
+        outlet = open_outlet(transport, self.place, plan, OneRank(), Serving(secret=SECRET))
+        self.sender = ShardSender(outlet, plan, layout)
         self.raw_sender: RawGloo | RawNixl | None = None
         if transport in ("gloo", "nixl"):
             self.raw_sender = (RawGloo if transport == "gloo" else RawNixl).sender(self.nbytes)
@@ -192,7 +173,7 @@ class Bench:
             destroy(self.place)
 
 
-def measure(transport: str, num_mb: int, counts: list[int], rounds: int) -> dict[str, Any]:
+def measure(transport: TransportName, num_mb: int, counts: list[int], rounds: int) -> dict[str, Any]:
     """Seconds of each path in each round, and the payload in bytes."""
     folder = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
     bench = Bench(transport, num_mb, max(counts), folder)

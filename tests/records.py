@@ -26,7 +26,7 @@ from arriero.schemas.messages import (
     ScoredGroup,
     Weights,
 )  # fmt: skip
-from arriero.schemas.weights import WeightManifest, weights_fingerprint
+from arriero.schemas.weights import WeightManifest, cells_fingerprint
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 logprobs = st.floats(-50, 0, width=32)
@@ -108,14 +108,11 @@ batches = st.builds(Batch, **provenance, samples=st.lists(samples(), max_size=3)
 
 
 def manifest(version: int) -> WeightManifest:
-    """Of one tensor of four floats."""
-    tensor: dict[str, Any] = {
-        "name": "w", "dtype": "float32", "shape": (2, 2), "offset": 64, "nbytes": 16, "fingerprint": "0" * 32,
-    }  # fmt: skip
-    print_of_all = weights_fingerprint([("w", "float32", (2, 2), "0" * 32)])
-    return WeightManifest.model_validate(
-        {"version": version, "url": "shm://x", "segment": "a" * 32, "slot": 0, "nbytes": 128,
-         "tensors": (tensor,), "fingerprint": print_of_all}
+    """Of two parts that are all zeros."""
+    plan, cells = "b" * 32, ("0" * 32, "0" * 32)
+    return WeightManifest(
+        version=version, url="shm://x", session="a" * 32, plan=plan, slot=0, cells=cells,
+        fingerprint=cells_fingerprint(plan, cells),
     )  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arriero.engine.weights import WeightError
 from arriero.engine.weights.boxes import Box, chunks, refine
-from arriero.engine.weights.plan import Plan, plan_weights
-from arriero.engine.weights.sharding import fsdp_rows, llama_layout, replicated_layout
+from arriero.engine.weights.live_layout import replicated_layout
+from arriero.engine.weights.plan import Plan, plan_weights, received_bytes
+from arriero.engine.weights.sharding import fsdp_rows, llama_layout
 from arriero.schemas.layouts import LlamaShape, Parallelism, Piece, StoredTensor, WorldLayout
 from arriero.schemas.weights import ITEM_BYTES
 
@@ -57,15 +58,20 @@ def check(source: WorldLayout, receivers: Mapping[str, WorldLayout], plan: Plan)
     """Carry the plan out on numbered elements, and count."""
     logical = numbered(source)
     held = [stored(source, rank, logical) for rank in range(len(source.ranks))]
-    packed = {cell.index: held[cell.source][cell.held.stored][index(cell.held.box)] for cell in plan.cells}
+    packed = {
+        cell.index: held[rank][place.stored][index(place.box)]
+        for rank, layout in enumerate(source.ranks)
+        for cell, place in plan.sources_of(layout, rank)
+    }
     sent = np.concatenate([packed[cell.index].reshape(-1) for cell in plan.cells])
     assert sorted(sent.tolist()) == list(range(sum(prod(t.shape) for t in source.tensors)))
-    for kind, world in receivers.items():
-        for rank in range(len(world.ranks)):
+    for world in receivers.values():
+        for rank, layout in enumerate(world.ranks):
+            landings = plan.landings(layout)
             want = stored(world, rank, logical)
             got = {name: np.full(array.shape, -1) for name, array in want.items()}
             writes = {name: np.zeros(array.shape, dtype=np.int64) for name, array in want.items()}
-            for landing in plan.receivers[kind][rank]:
+            for landing in landings:
                 for target in landing.targets:
                     got[target.stored][index(target.box)] = packed[landing.cell.index]
                     writes[target.stored][index(target.box)] += 1
@@ -74,7 +80,7 @@ def check(source: WorldLayout, receivers: Mapping[str, WorldLayout], plan: Plan)
                 assert np.array_equal(writes[name], array >= 0)
             needed = {int(e) for array in want.values() for e in array.reshape(-1) if e >= 0}
             item = ITEM_BYTES[source.ranks[0].stored[0].dtype]
-            assert plan.received_bytes(kind, rank) == len(needed) * item
+            assert received_bytes(landings) == len(needed) * item
     for rank in range(len(source.ranks)):
         spans = sorted((cell.offset, cell.offset + cell.nbytes) for cell in plan.packed(rank))
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
@@ -181,11 +187,12 @@ def test_a_padded_vocabulary_leaves_its_padding_alone() -> None:
 def test_no_rank_of_a_sharded_side_packs_or_takes_the_whole_model() -> None:
     shape = LlamaShape.model_validate(llama())
     source = llama_layout(shape, Parallelism(fsdp=4))
-    plan = plan_weights(source, {"tp2": llama_layout(shape, Parallelism(tensor=2, fused=True))})
+    halves = llama_layout(shape, Parallelism(tensor=2, fused=True))
+    plan = plan_weights(source, {"tp2": halves})
     whole = sum(cell.nbytes for cell in plan.cells)
     assert whole == 4 * sum(prod(t.shape) for t in source.tensors)
     assert max(plan.part_bytes(rank) for rank in range(4)) < 0.3 * whole
-    assert max(plan.received_bytes("tp2", rank) for rank in range(2)) < 0.51 * whole
+    assert max(received_bytes(plan.landings(rank)) for rank in halves.ranks) < 0.51 * whole
 
 
 def test_replicas_share_the_packing() -> None:
@@ -201,8 +208,9 @@ def test_an_untied_copy_of_a_tied_tensor_crosses_once() -> None:
     shape = LlamaShape.model_validate(llama(tied=True))
     left, right = llama_layout(shape, Parallelism()), llama_layout(shape, Parallelism(tied=False))
     plan = plan_weights(left, {"engine": right})
-    assert plan.received_bytes("engine", 0) == plan.part_bytes(0) == sum(c.nbytes for c in plan.cells)
-    twice = [landing for landing in plan.landings("engine", 0) if len(landing.targets) == 2]
+    landings = plan.landings(right.ranks[0])
+    assert received_bytes(landings) == plan.part_bytes(0) == sum(c.nbytes for c in plan.cells)
+    twice = [landing for landing in landings if len(landing.targets) == 2]
     assert {t.stored for landing in twice for t in landing.targets} == {
         "model.embed_tokens.weight", "lm_head.weight",
     }  # fmt: skip
@@ -219,10 +227,23 @@ def test_a_plan_says_what_does_not_fit() -> None:
     other = llama_layout(LlamaShape.model_validate(llama(tied=True)), Parallelism())
     with pytest.raises(WeightError, match=r"tied shares 20 of 21 tensors: see lm_head\.weight"):
         plan_weights(whole, {"tied": other})
-    with pytest.raises(WeightError, match=r"no rank 2 of a receiver 'tp2'; it has tp2 \(2 ranks\)"):
-        plan_weights(whole, {"tp2": half}).landings("tp2", 2)
+    with pytest.raises(
+        WeightError, match=r"takes 1632 elements of model.embed.* only 0 of them come in parts"
+    ):
+        plan_weights(whole).landings(half.ranks[0])
+    with pytest.raises(WeightError, match=r"filled from lm_head\.weight, which is not sent"):
+        plan_weights(other).landings(whole.ranks[0])
     with pytest.raises(WeightError, match="4 attention heads don't divide by tensor=3"):
         llama_layout(shape, Parallelism(tensor=3))
+
+
+def test_a_plan_is_the_same_after_its_way_to_the_receivers() -> None:
+    shape = LlamaShape.model_validate(llama())
+    plan = plan_weights(llama_layout(shape, Parallelism(fsdp=3)))
+    arrived = Plan.decode(plan.encode())
+    assert arrived == plan
+    assert arrived.digest == plan.digest
+    assert plan_weights(llama_layout(shape, Parallelism(fsdp=2))).digest != plan.digest
 
 
 def test_a_stored_tensor_checks_itself() -> None:

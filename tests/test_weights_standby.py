@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arriero.engine.weights import ShardReceiver, ShardSender, Standby, WeightError, destroy, plan_weights
-from arriero.engine.weights.sharding import replicated_layout
-from arriero.engine.weights.shm_transport import ShmInlet, ShmOutlet
+from arriero.engine.weights import Standby, WeightError, WeightReceiver, WeightSender, destroy
 
 torch.set_num_threads(1)
 
@@ -37,9 +35,8 @@ class Tied(nn.Module):
 def test_a_version_is_used_only_after_the_switch_and_tied_parameters_stay_tied(url: str) -> None:
     trainer, generator, tokens = Tied(), Tied(), torch.arange(9)
     sent = dict(trainer.named_parameters())
-    plan = plan_weights(replicated_layout(sent), {"engine": replicated_layout(sent)})
-    sender = ShardSender(ShmOutlet(url, plan), plan)
-    receiver = ShardReceiver(ShmInlet(url, plan, "generator-0"), plan, "engine")
+    sender = WeightSender(url, sent)
+    receiver = WeightReceiver("generator-0")
     standby = Standby(receiver, dict(generator.named_parameters()))
     addresses: set[int] = set()
     for version in range(4):
@@ -59,9 +56,8 @@ def test_a_version_is_used_only_after_the_switch_and_tied_parameters_stay_tied(u
 
 def test_a_version_that_fails_its_verification_leaves_the_one_in_use_alone(url: str) -> None:
     weights, used = {"w": torch.ones(1000)}, {"w": torch.zeros(1000)}
-    plan = plan_weights(replicated_layout(weights), {"engine": replicated_layout(weights)})
-    sender = ShardSender(ShmOutlet(url, plan), plan)
-    receiver = ShardReceiver(ShmInlet(url, plan, "generator-0"), plan, "engine")
+    sender = WeightSender(url, weights)
+    receiver = WeightReceiver("generator-0")
     standby = Standby(receiver, used)
     good = sender.publish(0, weights)
     cells = ("0" * 32, *good.cells[1:])

@@ -22,14 +22,15 @@ from arriero.engine.weights.dist_transport import DistInlet, DistOutlet
 from arriero.engine.weights.nixl_transport import NixlInlet, NixlOutlet
 from arriero.engine.weights.plan import Plan, plan_weights
 from arriero.engine.weights.ranks import GroupRanks
+from arriero.engine.weights.receiver import ShardReceiver
+from arriero.engine.weights.sender import ShardSender
 from arriero.engine.weights.served import Serving
-from arriero.engine.weights.sharded import ShardReceiver, ShardSender
 from arriero.engine.weights.sharding import llama_layout
 from arriero.engine.weights.shm_transport import ShmInlet, ShmOutlet
 from arriero.engine.weights.store_transport import StoreInlet, StoreOutlet
 from arriero.engine.weights.transport import Inlet, Outlet, Span
 from arriero.schemas.layouts import LlamaShape, Parallelism, RankLayout, WorldLayout
-from arriero.schemas.weights import ShardManifest
+from arriero.schemas.weights import WeightManifest
 
 TransportName = Literal["shm", "gloo", "nixl", "store"]
 Trap = Literal["", "raise", "kill", "stop", "hold", "flip"]
@@ -54,9 +55,12 @@ class Setting:
     shape: LlamaShape = SMALL
     bound_s: float = 20.0
 
+    def layout(self) -> WorldLayout:
+        return llama_layout(self.shape, self.trainer)
+
     def plan(self) -> Plan:
         engines = {name: llama_layout(self.shape, engine) for name, engine in ENGINES.items()}
-        return plan_weights(llama_layout(self.shape, self.trainer), engines, cell_bytes=4096)
+        return plan_weights(self.layout(), engines, cell_bytes=4096)
 
     def outlet(self, plan: Plan, ranks: GroupRanks) -> Outlet:
         if self.transport == "shm":
@@ -68,14 +72,14 @@ class Setting:
             return DistOutlet(plan, serving, ranks)
         return NixlOutlet(plan, serving, ranks)
 
-    def inlet(self, url: str, plan: Plan, name: str) -> Inlet:
+    def inlet(self, url: str, name: str) -> Inlet:
         if self.transport == "shm":
-            return ShmInlet(url, plan, name)
+            return ShmInlet(url, name)
         if self.transport == "store":
-            return StoreInlet(url, plan, name)
+            return StoreInlet(url, name)
         if self.transport == "gloo":
-            return DistInlet(url, plan, name, SECRET, bound_s=10.0)
-        return NixlInlet(url, plan, name, SECRET, bound_s=10.0)
+            return DistInlet(url, name, SECRET, bound_s=10.0)
+        return NixlInlet(url, name, SECRET, bound_s=10.0)
 
 
 def weights(layout: WorldLayout, seed: int) -> dict[str, Tensor]:
@@ -103,13 +107,16 @@ class Trapped:
         self._inlet, self._trap = inlet, trap
         self.stable = inlet.stable
 
-    def newest(self, after: int = -1, wait_s: float = 0.0) -> ShardManifest | None:
+    def newest(self, after: int = -1, wait_s: float = 0.0) -> WeightManifest | None:
         return self._inlet.newest(after, wait_s)
 
-    def lease(self, manifest: ShardManifest, spans: Sequence[Span]) -> AbstractContextManager[None]:
+    def plan(self, session: str) -> Plan:
+        return self._inlet.plan(session)
+
+    def lease(self, manifest: WeightManifest, spans: Sequence[Span]) -> AbstractContextManager[None]:
         return self._inlet.lease(manifest, spans)
 
-    def fetch(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
+    def fetch(self, manifest: WeightManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
         for number, data in enumerate(self._inlet.fetch(manifest, spans)):
             if number == 1:
                 self._spring(data)
@@ -140,16 +147,16 @@ class Sender:
         size = setting.trainer.num_ranks
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
         assert dist.group.WORLD is not None
-        self.plan, self._rank, ranks = setting.plan(), rank, GroupRanks(dist.group.WORLD)
-        outlet = setting.outlet(self.plan, ranks)
-        self.url, self.sender = outlet.url, ShardSender(outlet, self.plan, ranks, threads=1)
+        plan, ranks = setting.plan(), GroupRanks(dist.group.WORLD)
+        self._rank, self._layout = rank, setting.layout()
+        outlet = setting.outlet(plan, ranks)
+        self.url, self.sender = outlet.url, ShardSender(outlet, plan, self._layout, ranks, threads=1)
 
     def address(self) -> str:
         return self.url
 
     def publish(self, version: int, seed: int, must_change: bool = True, lose: int = -1) -> tuple[str, ...]:
-        layout = self.plan.source
-        held = shards(layout.ranks[self._rank], weights(layout, seed))
+        held = shards(self._layout.ranks[self._rank], weights(self._layout, seed))
         if self._rank == lose:
             held.pop("model.norm.weight")
         self.sender.publish(version, held, must_change=must_change)
@@ -180,10 +187,9 @@ class Receiver:
 
     def __init__(self, setting: Setting, url: str, name: str, kind: str, rank: int) -> None:
         self._layout = llama_layout(setting.shape, ENGINES[kind])
-        plan = setting.plan()
-        self._inlet = setting.inlet(url, plan, name)
-        self._receiver = ShardReceiver(self._inlet, plan, kind, rank, threads=1)
-        self._plan, self._kind, self._rank = plan, kind, rank
+        self._inlet = setting.inlet(url, name)
+        self._receiver = ShardReceiver(self._inlet, self._layout.ranks[rank], threads=1)
+        self._rank = rank
         self._into = {s.name: torch.full(s.shape, -1.0) for s in self._layout.ranks[rank].stored}
 
     def newest(self, after: int = -1, wait_s: float = 0.0) -> int | None:
@@ -197,7 +203,7 @@ class Receiver:
         receiver = self._receiver
         if trap:
             inlet = Trapped(self._inlet, trap)
-            receiver = ShardReceiver(inlet, self._plan, self._kind, self._rank, threads=1)
+            receiver = ShardReceiver(inlet, self._layout.ranks[self._rank], threads=1)
         receiver.receive(manifest, {} if forget else self._into)
         return manifest.version
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.chat import ChatFormat
 from arriero.components.generator import Generator
 from arriero.components.losses import Aggregation, Loss
 from arriero.components.mismatch import MismatchGate
-from arriero.components.optimizer import AdamW
+from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.prompts import PromptSource
+from arriero.components.publisher import WeightPlane
 from arriero.components.rewards import ExactMatch, Reward
 from arriero.components.sampling import Sampling
 from arriero.components.stragglers import Stragglers
 from arriero.components.trainer import Trainer
+from arriero.components.training_options import TrainingOptions
+from arriero.components.training_options import TrainingOptions
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -31,7 +34,7 @@ class SampledConfig:
     data: PromptSource
     sampling: Sampling = field(default_factory=Sampling)
     chat: ChatFormat = field(default_factory=ChatFormat)
-    optimizer: AdamW = field(default_factory=AdamW)
+    optimizer: Optimizer = field(default_factory=AdamW)
     steps: PositiveInt = 100
     staleness: NonNegativeInt = 0
     groups_per_step: PositiveInt = 32
@@ -40,8 +43,10 @@ class SampledConfig:
     ranks: PositiveInt = 1
     slots: PositiveInt = 256
     token_budget: PositiveInt = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
     stragglers: Stragglers = field(default_factory=Stragglers)
     mismatch: MismatchGate = field(default_factory=MismatchGate)
+    weights: WeightPlane = field(default_factory=WeightPlane)
 
     def generator(self) -> Generator:
         return Generator(
@@ -61,7 +66,7 @@ class SampledConfig:
         return Trainer(
             model=self.model, loss=loss, steps=self.steps, optimizer=self.optimizer, aggregation=aggregation,
             horizon=horizon, minibatches=minibatches, epochs=epochs, token_budget=self.token_budget,
-            mismatch=self.mismatch,
+            training=self.training, mismatch=self.mismatch, weights=self.weights,
         )  # fmt: skip
 
 

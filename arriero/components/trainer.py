@@ -13,18 +13,21 @@ from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.mismatch import MismatchGate
 from arriero.components.model_directory import check_model_directory
-from arriero.components.optimizer import AdamW
+from arriero.components.optimizer import AdamW, Optimizer
+from arriero.components.publisher import Publisher, WeightPlane
 from arriero.components.recorded import RecordedRollouts
 from arriero.components.reference import ReferenceLogprobs
+from arriero.components.replay import Replay
 from arriero.components.sampling import Sampling
+from arriero.components.training_options import TrainingOptions
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import GraphView
-from arriero.engine.runtime.context import Context, current
+from arriero.engine.runtime.context import current
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Batch, Weights
 
 if TYPE_CHECKING:
     from arriero.components.training import TrainState
-    from arriero.engine.weights import WeightSender
 
 
 @runtime_checkable
@@ -40,19 +43,22 @@ class Trainer:
 
     A step takes an update on each of `minibatches` equal parts of the batch, `epochs` times. Micro-batches
     hold up to `token_budget` tokens, padding included; they don't change the result. With several ranks each
-    trains its share of every batch. `horizon` divides under `aggregation="fixed_length"`.
+    trains its share of every batch. `horizon` divides under `aggregation="fixed_length"`. `training` is how
+    steps are computed.
     """
 
     model: str
     loss: Loss
     steps: PositiveInt
-    optimizer: AdamW = field(default_factory=AdamW)
+    optimizer: Optimizer = field(default_factory=AdamW)
     aggregation: Aggregation = "token_mean"
     horizon: PositiveFloat | None = None
     minibatches: PositiveInt = 1
     epochs: PositiveInt = 1
     token_budget: PositiveInt = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
     mismatch: MismatchGate = field(default_factory=MismatchGate)
+    weights: WeightPlane = field(default_factory=WeightPlane)
     save: bool = True
     computes: ClassVar[bool] = True
 
@@ -61,14 +67,21 @@ class Trainer:
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
+        yield from self.weights.problems()
         loss = type(self.loss).__name__
         if self.aggregation == "fixed_length" and self.horizon is None:
             yield "aggregation=fixed_length needs horizon, the number of tokens to divide by"
         if self.aggregation != "fixed_length" and self.horizon is not None:
             yield f"aggregation={self.aggregation} doesn't read horizon={self.horizon}; leave it out"
+        for problem in self.training.problems(ranks=view.ranks, optimizer=self.optimizer.kind):
+            yield f"training.{problem}"
+        for problem in self.training.problems(ranks=view.ranks, optimizer=self.optimizer.kind):
+            yield f"training.{problem}"
         yield from self._unmet(facts(self.loss), view)
         if view.staleness and not self.loss.ratio_control:
             yield f"staleness {view.staleness} with {loss}, which controls no ratio; use AIPO or a clip"
+        if view.upstream(Replay) and not self.loss.ratio_control:
+            yield f"replayed samples of any age with {loss}, which controls no ratio; use AIPO or a clip"
         samplers = view.upstream(Samples)  # type: ignore[type-abstract]  # an instance check needs no class
         for sampler in samplers:
             if sampler.sampling.top_p < 1.0 or sampler.sampling.greedy:
@@ -94,7 +107,7 @@ class Trainer:
         context = current()
         with ComputeThread("trainer") as compute:
             state = await compute(self._load)
-            publish = await compute(_Publisher, state, context)
+            publish = await compute(Publisher, state, self.weights, context)
             yield await compute(publish, 0, {})
             async for batch in batches:
                 metrics = await compute(state.step, batch)
@@ -103,38 +116,22 @@ class Trainer:
                 yield await compute(publish, state.version, metrics)
                 if state.version == self.steps:
                     break
-            if self.save and context.rank == 0:
+            if self.save:
                 await compute(state.save, context.run_dir / "model")
+            await compute(publish.close)
 
     def _load(self) -> TrainState:
         import torch.distributed as dist
 
         from arriero.components.training import TrainState, load_policy
 
-        model, tokenizer = load_policy(self.model, device=own_device())
+        # What is split goes to the device layer by layer.
+        device = own_device() if self.training.shards == 1 else "cpu"
+        model, tokenizer = load_policy(self.model, device=device)
         return TrainState(
             model, tokenizer, loss=self.loss, optimizer=self.optimizer, steps=self.steps,
             token_budget=self.token_budget, aggregation=self.aggregation, horizon=self.horizon or 0,
-            minibatches=self.minibatches, epochs=self.epochs,
+            minibatches=self.minibatches, epochs=self.epochs, options=self.training,
             group=dist.group.WORLD if dist.is_initialized() else None,
             mismatch_bound=self.mismatch.token_bound,
         )  # fmt: skip
-
-
-class _Publisher:
-    """Makes the `Weights` of a version; where a loop follows, the bytes go onto the weight plane first."""
-
-    def __init__(self, state: TrainState, context: Context) -> None:
-        from arriero.engine.weights import WeightSender
-
-        self._state = state
-        self._sender: WeightSender | None = None
-        if context.loop and context.rank == 0:
-            self._sender = WeightSender(
-                context.weights_url, state.state_dict_for_weights(), slots=context.staleness + 2
-            )
-
-    def __call__(self, version: int, metrics: dict[str, float]) -> Weights:
-        tensors = self._state.state_dict_for_weights()
-        manifest = self._sender.publish(version, tensors) if self._sender is not None else None
-        return Weights(version=version, manifest=manifest, metrics=metrics)

@@ -41,7 +41,7 @@ class TransformersEngine(DecodeEngine):
         self.vocabulary: int | None = getattr(model.config, "vocab_size", None)
         self._recompute = config.kv_cache == "recompute"
         self._into = dict(model.state_dict())
-        self._receiver = WeightReceiver(f"{context.node}-{context.replica}")
+        self._receiver = WeightReceiver(f"{context.node}-{context.replica}", context.secret)
 
     def take(self, manifest: WeightManifest) -> None:
         self._receiver.receive(manifest, self._into)

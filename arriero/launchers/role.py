@@ -52,13 +52,15 @@ async def _run(run_dir: Path, role: str, replica: int) -> None:
     spec, options = run.read_graph(), run.read_options()
     address = await wait_for_hub(run_dir, bound_s=_HUB_BOUND_S)
     # Taken out: what a component starts (a reward's worker) has no business with the broker.
-    link = await NatsBroker.connect(address.url, os.environ.pop(TOKEN, ""), run=options.run_id)
+    token = os.environ.pop(TOKEN, "")
+    link = await NatsBroker.connect(address.url, token, run=options.run_id)
     broker = ClaimChecked(link, FolderStore.in_memory(options.run_id))
     try:
         with suppress(Stopped):
             await run_role(
                 spec, options, role=role, replica=replica, rank=int(os.environ.get("RANK", "0")),
                 ranks=int(os.environ.get("WORLD_SIZE", "1")), run_dir=run_dir, broker=broker,
+                secret=token.encode(),
             )  # fmt: skip
     finally:
         with suppress(BrokerError, TimeoutError):

@@ -1,13 +1,10 @@
-"""What a trainer announces when it has published weights: where each tensor lies, and its bytes' hash.
+"""What a trainer announces when it has published weights: where they are, and the hash of every part.
 
-A manifest proves itself: its fingerprint is recomputed on validation, so a name, shape or fingerprint that
-was changed on the way is rejected before a byte is read.
+A manifest proves itself: its fingerprint is recomputed on validation, so one that was changed on the way is
+rejected before a byte is read.
 """
 
-import json
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
-from math import prod
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
@@ -28,6 +25,7 @@ DType = Literal[
     "uint8",
     "bool",
 ]
+TransportName = Literal["shm", "gloo", "nccl", "nixl", "store"]
 ITEM_BYTES: Mapping[DType, int] = MappingProxyType(
     {
         "float64": 8,
@@ -50,76 +48,8 @@ Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # xxh3_128, hexa
 _Word = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class TensorSpec(BaseModel):
-    """One tensor of a published version: `nbytes` bytes at `offset` of its slot, C order."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: Annotated[str, Field(min_length=1)]
-    dtype: DType
-    shape: tuple[NonNegativeInt, ...]
-    offset: _Word
-    nbytes: _Word
-    fingerprint: Fingerprint  # of the bytes
-
-    @model_validator(mode="after")
-    def _size_follows_from_shape(self) -> Self:
-        want = prod(self.shape) * ITEM_BYTES[self.dtype]
-        if self.nbytes != want:
-            raise ValueError(f"{self.name}: {self.nbytes} bytes, but {self.dtype}{self.shape} takes {want}")
-        if self.offset % ALIGNMENT_BYTES:
-            raise ValueError(f"{self.name}: offset {self.offset} is not a multiple of {ALIGNMENT_BYTES}")
-        return self
-
-
 class WeightManifest(BaseModel):
-    """One published version, complete in one slot of the buffers at `url`.
-
-    Tied tensors stand in `tensors` under each of their names with one and the same place; any other overlap
-    is an error.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: _Word
-    url: Annotated[str, Field(pattern=r"^[a-z0-9+]+://[^\s]+$")]
-    segment: Fingerprint  # random name of the allocation: tells two runs with one url apart
-    slot: NonNegativeInt
-    nbytes: _Word  # of the slot, gaps between tensors included
-    tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
-    fingerprint: Fingerprint  # see `weights_fingerprint`
-
-    @model_validator(mode="after")
-    def _tensors_are_apart(self) -> Self:
-        names = {spec.name for spec in self.tensors}
-        if len(names) != len(self.tensors):
-            raise ValueError(
-                f"{len(self.tensors) - len(names)} tensor names stand twice in version {self.version}"
-            )
-        placed = sorted((spec for spec in self.tensors if spec.nbytes), key=lambda spec: spec.offset)
-        for before, spec in pairwise(placed):
-            tied = _place(before) == _place(spec)
-            if spec.offset < before.offset + before.nbytes and not tied:
-                raise ValueError(f"{before.name} and {spec.name} overlap at byte {spec.offset}")
-        for spec in self.tensors:
-            if spec.offset + spec.nbytes > self.nbytes:
-                raise ValueError(f"{spec.name} ends at byte {spec.offset + spec.nbytes} of {self.nbytes}")
-        return self
-
-    @model_validator(mode="after")
-    def _fingerprint_is_of_these_tensors(self) -> Self:
-        want = weights_fingerprint(
-            (spec.name, spec.dtype, spec.shape, spec.fingerprint) for spec in self.tensors
-        )
-        if self.fingerprint != want:
-            raise ValueError(
-                f"fingerprint {self.fingerprint} of version {self.version}, but its tensors give {want}"
-            )
-        return self
-
-
-class ShardManifest(BaseModel):
-    """One published version of sharded weights; a cell's place follows from the plan of both sides."""
+    """One published version, complete in one slot; a cell's place follows from the senders' plan."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -142,17 +72,8 @@ class ShardManifest(BaseModel):
 
 
 def cells_fingerprint(plan: str, cells: Iterable[str]) -> str:
-    """Fingerprint of sharded weights, from those of their cells in the order of the plan."""
+    """Fingerprint of a version, from those of their cells in the order of the plan."""
     state = xxhash.xxh3_128(plan.encode())
     for cell in cells:
         state.update(cell.encode())
     return state.hexdigest()
-
-
-def weights_fingerprint(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> str:
-    """Fingerprint of a set of weights, from (name, dtype, shape, fingerprint) of each tensor in any order."""
-    return xxhash.xxh3_128(json.dumps(sorted(tensors)).encode()).hexdigest()
-
-
-def _place(spec: TensorSpec) -> tuple[object, ...]:
-    return spec.offset, spec.dtype, spec.shape, spec.fingerprint

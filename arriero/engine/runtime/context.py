@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -27,6 +27,8 @@ class Context:
     staleness: int
     loop: str
     replicas: int = 1
+    secret: bytes = field(default=b"", repr=False)
+    """Of the run; both ends of a connection of the weight plane prove that they know it."""
     count: Callable[[str, int], None] = lambda name, number: None
     """Add to a named counter of this node, shown in its status and in the summary."""
     measured: Callable[[str], float | None] = lambda record: None

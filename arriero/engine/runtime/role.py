@@ -43,18 +43,21 @@ async def run_role(
     ranks: int = 1,
     run_dir: Path,
     broker: Broker,
+    secret: bytes = b"",
 ) -> None:
     """Run the nodes of `role` to their end.
 
     Raises the first error of a node, after saying it on the control log, and Stopped when the run is stopped.
     However it ends, it does so within seconds, and what has no answer is given back. Rank 0 of an SPMD role
-    talks to the broker; the other ranks take their records from it.
+    talks to the broker; the other ranks take their records from it. `secret` is that of the run's weights.
     """
     graph = Graph.from_spec(spec)
     progress = Progress(spec, broker)
     world = World(rank, ranks, options.wait_bound_s)
     names = [n.name for n in spec.roles[role] if n.inputs or rank == 0]
-    contexts = {name: _context(spec, name, options, replica, rank, ranks, run_dir) for name in names}
+    contexts = {
+        name: _context(spec, name, options, replica, rank, ranks, run_dir, secret) for name in names
+    }
     runners = [_runner(graph, spec, name, broker, options, contexts[name], progress, world) for name in names]
     lag = _LoopLag()
     broker.start_pulse(
@@ -149,7 +152,14 @@ def _runner(
 
 
 def _context(
-    spec: GraphSpec, name: str, options: RunOptions, replica: int, rank: int, ranks: int, run_dir: Path
+    spec: GraphSpec,
+    name: str,
+    options: RunOptions,
+    replica: int,
+    rank: int,
+    ranks: int,
+    run_dir: Path,
+    secret: bytes,
 ) -> Context:
     own = [loop.name for loop in spec.loops if loop.producer == name]
     followed = [i.source for i in spec.node(name).inputs if i.loop]
@@ -162,6 +172,7 @@ def _context(
         rank=rank,
         ranks=ranks,
         seed=options.seed,
+        secret=secret,
         deterministic=options.deterministic,
         staleness=max((loop.staleness for loop in spec.loops), default=0),
         loop=next(iter((*own, *followed)), ""),

@@ -1,13 +1,17 @@
 """The weight plane: new weights from the trainer into running generators, verified tensor by tensor."""
 
 from arriero.engine.weights.layout import StaleWeights, WeightError
+from arriero.engine.weights.live_layout import replicated_layout
 from arriero.engine.weights.plan import Plan, plan_weights
-from arriero.engine.weights.plane import WeightReceiver, WeightSender, fingerprint_weights, verify_weights
-from arriero.engine.weights.sharded import ShardReceiver, ShardSender, Standby
-from arriero.engine.weights.sharding import llama_layout, replicated_layout
+from arriero.engine.weights.plane import WeightReceiver, WeightSender
+from arriero.engine.weights.ranks import GroupRanks
+from arriero.engine.weights.receiver import ShardReceiver, Standby
+from arriero.engine.weights.sender import ShardSender
+from arriero.engine.weights.sharding import llama_layout
 from arriero.engine.weights.shm import destroy
 
 __all__ = [
+    "GroupRanks",
     "Plan",
     "ShardReceiver",
     "ShardSender",
@@ -17,9 +21,7 @@ __all__ = [
     "WeightReceiver",
     "WeightSender",
     "destroy",
-    "fingerprint_weights",
     "llama_layout",
     "plan_weights",
     "replicated_layout",
-    "verify_weights",
 ]

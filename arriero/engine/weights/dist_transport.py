@@ -27,7 +27,7 @@ from arriero.engine.weights.ranks import Ranks
 from arriero.engine.weights.served import ServedInlet, ServedOutlet, Serving
 from arriero.engine.weights.shards import SPAN_BYTES
 from arriero.engine.weights.transport import Span
-from arriero.schemas.weights import ShardManifest
+from arriero.schemas.weights import WeightManifest
 
 Backend = Literal["gloo", "nccl"]
 _SOURCE, _RECEIVER = 0, 1
@@ -107,7 +107,6 @@ class DistInlet(ServedInlet):
     def __init__(
         self,
         url: str,
-        plan: Plan,
         name: str,
         secret: bytes,
         bound_s: float = 60.0,
@@ -118,9 +117,9 @@ class DistInlet(ServedInlet):
         self._device = device
         self._staging = warm_buffer(_AHEAD_BYTES + 3 * SPAN_BYTES)
         self._staged_to = 0
-        super().__init__(url, plan, name, secret, bound_s)
+        super().__init__(url, name, secret, bound_s)
 
-    def fetch(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
+    def fetch(self, manifest: WeightManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
         wanted: dict[int, list[tuple[int, int]]] = {}
         for span in spans:
             wanted.setdefault(span.source, []).append((span.offset, span.nbytes))

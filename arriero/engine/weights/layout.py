@@ -1,19 +1,13 @@
-"""Which tensor lies where in a slot, and whether what a receiver holds can take it.
-
-Names, shapes and dtypes are compared before any byte moves: a sync that would deliver only a part, or
-nothing, is an error that says how many of how many.
-"""
+"""What can be wrong with tensors before any byte moves, and the errors that say it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
 
 import torch
-import xxhash
 from torch import Tensor
 
-from arriero.schemas.weights import ALIGNMENT_BYTES, ITEM_BYTES, DType, TensorSpec, WeightManifest
+from arriero.schemas.weights import DType
 
 TORCH_DTYPES: Mapping[DType, torch.dtype] = {
     "float64": torch.float64,
@@ -43,64 +37,6 @@ class StaleWeights(WeightError):
     """
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one tensor lies in a slot, in bytes."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Places of all tensors, by name; tied tensors share one. `nbytes` is the length of the slot."""
-
-    places: tuple[Place, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
-        """Layout that depends on names, shapes, dtypes and ties alone, not on the order of the mapping."""
-        if not tensors:
-            raise WeightError("no tensors to publish")
-        places: list[Place] = []
-        seen: dict[tuple[object, ...], int] = {}
-        end = 0
-        for name in sorted(tensors):
-            tensor = tensors[name]
-            dtype = dtype_name(name, tensor)
-            nbytes = tensor.numel() * ITEM_BYTES[dtype]
-            offset = seen.setdefault(identity(tensor), end) if nbytes else 0
-            if nbytes and offset == end:
-                end = -(-(offset + nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            places.append(Place(name, dtype, tuple(tensor.shape), offset, nbytes))
-        return cls(tuple(places), end)
-
-    def fingerprint(self) -> str:
-        """Equal for two layouts whose slots can be used for each other."""
-        return xxhash.xxh3_128(repr(self).encode()).hexdigest()
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise WeightError, naming the tensor, if `tensors` no longer fit this layout."""
-        now = Layout.of(tensors)
-        if now == self:
-            return
-        before = {place.name: place for place in self.places}
-        compare_names(before, tensors, f"given {{}} of the {len(before)} tensors of the layout")
-        for place in now.places:
-            old = before[place.name]
-            if (old.dtype, old.shape) != (place.dtype, place.shape):
-                got, want = f"{place.dtype}{place.shape}", f"{old.dtype}{old.shape}"
-                raise WeightError(
-                    f"{place.name} is now {got}, but the layout has {want}; make a new WeightSender"
-                )
-        moved = next(place.name for place in now.places if place != before[place.name])
-        raise WeightError(f"tensors are tied otherwise than in the layout, first seen at {moved}")
-
-
 def dtype_name(name: str, tensor: Tensor) -> DType:
     """Name of the dtype; WeightError if the bytes of this tensor can't be sent as they are."""
     if hasattr(tensor, "to_local"):
@@ -112,36 +48,6 @@ def dtype_name(name: str, tensor: Tensor) -> DType:
     if tensor.dtype not in _DTYPE_NAMES:
         raise WeightError(f"{name} is {tensor.dtype}; the weight plane knows {', '.join(TORCH_DTYPES)}")
     return _DTYPE_NAMES[tensor.dtype]
-
-
-def match(manifest: WeightManifest, into: Mapping[str, Tensor]) -> dict[str, tuple[TensorSpec, Tensor]]:
-    """Pair every tensor of the manifest with the parameter that takes it.
-
-    A tied name may be absent at the receiver, and the receiver may have one more name for a parameter that is
-    received; anything else that is missing or extra, another shape, or a dtype that is no cast between
-    floats, raises WeightError.
-    """
-    sent = {spec.name: spec for spec in manifest.tensors}
-    pairs = {name: (sent[name], into[name]) for name in into if name in sent}
-    arrived = {spec.offset for spec, _ in pairs.values() if spec.nbytes}
-    aliased = {identity(tensor) for _, tensor in pairs.values()}
-    wanted = {
-        name for name, spec in sent.items() if name in pairs or spec.offset not in arrived or not spec.nbytes
-    }
-    offered = [name for name, tensor in into.items() if name in pairs or identity(tensor) not in aliased]
-    compare_names(wanted, offered, f"received {{}} of {len(sent)} tensors of version {manifest.version}")
-    for name, (spec, tensor) in pairs.items():
-        dtype = dtype_name(name, tensor)
-        if tuple(tensor.shape) != spec.shape:
-            raise WeightError(f"{name} has shape {tuple(tensor.shape)} here, but {spec.shape} was sent")
-        floats = tensor.is_floating_point() and TORCH_DTYPES[spec.dtype].is_floating_point
-        if dtype != spec.dtype and not floats:
-            raise WeightError(f"{name} is {dtype} here, but {spec.dtype} was sent; only floats are cast")
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise WeightError(
-                f"{name} is an expanded view here: its elements share memory and can't be written"
-            )
-    return pairs
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> set[str]:
@@ -187,7 +93,7 @@ def compare_names(wanted: Iterable[str], offered: Iterable[str], count: str) -> 
 
 def identity(tensor: Tensor) -> tuple[object, ...]:
     """Equal for tensors that are the same elements in the same memory."""
-    if not tensor.numel():
+    if not tensor.numel() or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 

@@ -17,7 +17,6 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     """First request."""
 
     name: str
-    plan: str
 
 
 class Newest(msgspec.Struct, tag=True, frozen=True):
@@ -57,6 +56,7 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     session: str
+    plan: bytes
     addresses: list[tuple[str, int]]  # of all source ranks
     extra: bytes  # the transport's own
 

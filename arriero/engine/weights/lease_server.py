@@ -41,7 +41,7 @@ from arriero.engine.weights.lease_messages import (
     send,
 )
 from arriero.engine.weights.transport import Outcome
-from arriero.schemas.weights import ShardManifest
+from arriero.schemas.weights import WeightManifest
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
@@ -66,7 +66,13 @@ class LeaseServer:
     """Listens at (host, port) from its start; port 0 is any free one. `welcome` is the transport's part."""
 
     def __init__(
-        self, address: tuple[str, int], secret: bytes, plan: str, session: str, slots: int, welcome: Welcoming
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        plan: bytes,
+        session: str,
+        slots: int,
+        welcome: Welcoming,
     ) -> None:
         self._secret, self._plan, self._session, self._welcome = secret, plan, session, welcome
         self._listener = Listener(address, backlog=128)
@@ -74,7 +80,7 @@ class LeaseServer:
         self.addresses: list[tuple[str, int]] = [self.address]
         self._changed = Condition()
         self._versions: list[int | None] = [None] * slots
-        self._manifest: ShardManifest | None = None
+        self._manifest: WeightManifest | None = None
         self._visitors: dict[str, Visitor] = {}
         self._links: dict[Link, Thread] = {}
         self._closed = False
@@ -94,7 +100,7 @@ class LeaseServer:
                 self._changed.wait(left_s)
         return ()
 
-    def commit(self, manifest: ShardManifest) -> None:
+    def commit(self, manifest: WeightManifest) -> None:
         """The slot holds this version; whoever waits for it has it now."""
         with self._changed:
             self._versions[manifest.slot] = manifest.version
@@ -171,15 +177,8 @@ class LeaseServer:
         join = receive_request(link)
         if not isinstance(join, Join):
             raise WeightError(f"{type(join).__name__} before Join")
-        if join.plan != self._plan:
-            send(
-                link,
-                Refused(f"the senders have plan {self._plan}, {join.name} has {join.plan}: give both sides"
-                        " the same layouts"),
-            )  # fmt: skip
-            raise WeightError(f"{join.name} has another plan")
         extra, then = self._welcome(join)
-        send(link, Welcome(self._session, self.addresses, extra))
+        send(link, Welcome(self._session, self._plan, self.addresses, extra))
         serve = then()
         visitor = Visitor(join.name)
         with self._changed:
@@ -220,7 +219,7 @@ class LeaseServer:
                 case Join():
                     return Refused(f"{visitor.name} has joined already")
 
-    def _beyond(self, after: int) -> ShardManifest | None:
+    def _beyond(self, after: int) -> WeightManifest | None:
         manifest = self._manifest
         return manifest if manifest is not None and manifest.version > after else None
 

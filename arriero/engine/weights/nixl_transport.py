@@ -26,7 +26,7 @@ from arriero.engine.weights.ranks import Ranks
 from arriero.engine.weights.served import ServedInlet, ServedOutlet, Serving
 from arriero.engine.weights.shards import SPAN_BYTES
 from arriero.engine.weights.transport import BATCH_BYTES, Span, batches
-from arriero.schemas.weights import ShardManifest
+from arriero.schemas.weights import WeightManifest
 
 _IDLE_S, _BUSY_S = 20e-3, 50e-6  # between two looks at the network
 _AGENTS = ("nixl_cu13", "nixl_cu12")
@@ -104,16 +104,16 @@ class NixlOutlet(ServedOutlet):
 class NixlInlet(ServedInlet):
     """A receiver rank's end."""
 
-    def __init__(self, url: str, plan: Plan, name: str, secret: bytes, bound_s: float = 60.0) -> None:
+    def __init__(self, url: str, name: str, secret: bytes, bound_s: float = 60.0) -> None:
         self._agent = make_agent(f"receiver-{name}-{time.monotonic_ns()}")
         self._offers: dict[int, tuple[_Offer, str]] = {}
         self._regions: dict[tuple[int, int], Any] = {}
         # Two halves: one is being filled while the other is read.
         self._staging: Bytes = warm_buffer(2 * (BATCH_BYTES + SPAN_BYTES)).reshape(2, -1)
         self._register(self._staging)
-        super().__init__(url, plan, name, secret, bound_s)
+        super().__init__(url, name, secret, bound_s)
 
-    def fetch(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
+    def fetch(self, manifest: WeightManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
         groups = batches(spans)
         under_way: list[tuple[Any, list[Bytes]]] = []
         try:

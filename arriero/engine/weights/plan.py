@@ -7,19 +7,22 @@
 
 A cell is the unit of everything that follows: it is packed contiguously, has one fingerprint, and a receiver
 takes it whole or not at all. So a receiver fetches exactly the bytes it lacks, and can verify each of them,
-however differently the two sides are split.
+however differently the two sides are split. Receivers get the plan from the senders (`encode`), and find out
+themselves where its cells go (`landings`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
+import msgspec
 import xxhash
 from torch import Tensor
 
 from arriero.engine.weights.boxes import Box, chunks, refine
 from arriero.engine.weights.layout import WeightError, some
-from arriero.schemas.layouts import Piece, WorldLayout
+from arriero.schemas.layouts import Piece, RankLayout, WorldLayout
 from arriero.schemas.weights import ALIGNMENT_BYTES, ITEM_BYTES, DType
 
 CELL_BYTES = 8 << 20
@@ -37,8 +40,7 @@ class Slice:
         return tensors[self.stored][tuple(slice(a, b) for a, b in zip(*self.box, strict=True))]
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True, array_like=True):
     """A box of a logical tensor, packed by `source` at `offset` of its part of a slot."""
 
     index: int
@@ -46,7 +48,6 @@ class Cell:
     box: Box
     dtype: DType
     source: int
-    held: Slice
     offset: int
     nbytes: int
 
@@ -54,27 +55,39 @@ class Cell:
         return f"{self.tensor}[{', '.join(f'{a}:{b}' for a, b in zip(*self.box, strict=True))}]"
 
 
-@dataclass(frozen=True)
-class Landing:
+class Landing(msgspec.Struct, frozen=True):
     """A cell that a receiver takes, and the places it fills there: two for an untied copy of a tied one."""
 
     cell: Cell
     targets: tuple[Slice, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Cells of all source ranks; by kind of receiver, the landings of each of its ranks, sorted by source."""
+class Plan(msgspec.Struct, frozen=True, dict=True):
+    """Cells of all source ranks, and what the logical tensors are."""
 
+    tensors: dict[str, tuple[int, ...]]  # shapes
+    dtypes: dict[str, DType]
     cells: tuple[Cell, ...]
-    source: WorldLayout
-    kinds: Mapping[str, WorldLayout]
-    receivers: Mapping[str, tuple[tuple[Landing, ...], ...]]
-    digest: str
+    num_sources: int
 
-    @property
-    def num_sources(self) -> int:
-        return len(self.source.ranks)
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal plans."""
+        return xxhash.xxh3_128(self.encode()).hexdigest()
+
+    def encode(self) -> bytes:
+        return _encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Plan":
+        return _decode(data)
+
+    @cached_property
+    def _by_tensor(self) -> dict[str, list[Cell]]:
+        cells: dict[str, list[Cell]] = {name: [] for name in self.tensors}
+        for cell in self.cells:
+            cells[cell.tensor].append(cell)
+        return cells
 
     def packed(self, source: int) -> tuple[Cell, ...]:
         return tuple(cell for cell in self.cells if cell.source == source)
@@ -83,63 +96,92 @@ class Plan:
         """Length of a source rank's part of a slot."""
         return max((_aligned(c.offset + c.nbytes) for c in self.cells if c.source == source), default=0)
 
-    def received_bytes(self, kind: str, rank: int) -> int:
-        return sum(landing.cell.nbytes for landing in self.receivers[kind][rank])
+    def sources_of(self, layout: RankLayout, source: int) -> list[tuple[Cell, Slice]]:
+        """The cells that a source rank packs, and where it holds each of them."""
+        held: list[tuple[Cell, Slice]] = []
+        pieces = {
+            name: [(stored.name, piece) for stored in layout.stored for piece in stored.pieces
+                   if piece.tensor == name]
+            for name in {cell.tensor for cell in self.packed(source)}
+        }  # fmt: skip
+        for cell in self.packed(source):
+            name, piece = next(
+                (n, p) for n, p in pieces[cell.tensor] if cell.box.meet(Box(p.start, p.stop)) == cell.box
+            )
+            held.append((cell, Slice(name, cell.box.moved(piece.start, piece.at))))
+        return held
 
-    def landings(self, kind: str, rank: int) -> tuple[Landing, ...]:
-        """Of one receiver rank; WeightError with what there is."""
-        ranks = self.receivers.get(kind)
-        if ranks is None or not 0 <= rank < len(ranks):
-            have = ", ".join(f"{name} ({len(r)} ranks)" for name, r in sorted(self.receivers.items()))
-            raise WeightError(f"the plan has no rank {rank} of a receiver {kind!r}; it has {have}")
-        return ranks[rank]
+    def landings(self, layout: RankLayout) -> tuple[Landing, ...]:
+        """What a receiver rank takes, in the order of the sources' parts.
+
+        WeightError if it stores a tensor that isn't sent, or if the senders' cells cross a border of it.
+        """
+        targets: dict[int, tuple[Cell, list[Slice]]] = {}
+        for name, piece in ((stored.name, piece) for stored in layout.stored for piece in stored.pieces):
+            whole, filled = Box(piece.start, piece.stop), 0
+            if piece.tensor not in self.tensors:
+                raise WeightError(f"{name} is filled from {piece.tensor}, which is not sent")
+            for cell in self._by_tensor[piece.tensor]:
+                if whole.meet(cell.box) == cell.box:
+                    filled += cell.box.numel
+                    place = Slice(name, cell.box.moved(piece.start, piece.at))
+                    targets.setdefault(cell.index, (cell, []))[1].append(place)
+            if filled != whole.numel:
+                raise WeightError(
+                    f"{name} takes {whole.numel} elements of {piece.tensor} from {whole.start}, but only "
+                    f"{filled} of them come in parts that cross no border: plan with this receiver's layout"
+                )
+        ordered = sorted(targets.values(), key=lambda t: (t[0].source, t[0].offset))
+        return tuple(Landing(cell, tuple(places)) for cell, places in ordered)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Plan).decode
+
+
+def received_bytes(landings: Iterable[Landing]) -> int:
+    return sum(landing.cell.nbytes for landing in landings)
 
 
 @dataclass
 class _Holders:
-    """Of one logical tensor: (source rank, dtype, piece, stored name), and what its receivers want of it."""
+    """Of one logical tensor: (source rank, dtype, piece), and what its receivers want of it."""
 
-    held: list[tuple[int, DType, Piece, str]]
+    held: list[tuple[int, DType, Piece]]
     wanted: list[Box]
 
 
 def plan_weights(
-    source: WorldLayout, receivers: Mapping[str, WorldLayout], *, cell_bytes: int = CELL_BYTES
+    source: WorldLayout, receivers: Mapping[str, WorldLayout] | None = None, *, cell_bytes: int = CELL_BYTES
 ) -> Plan:
-    """Which source rank packs which cells, and where they land at each kind of receiver.
+    """Which source rank packs which cells.
 
-    Every element that a receiver stores is written once per update, and crosses to each receiver rank once.
-    What several source ranks hold is packed by the one with the least to do. Raises WeightError, naming the
-    tensor, if a receiver wants what no source has, or a source tensor reaches a receiver nowhere.
+    `receivers` are the kinds of them that store parts of tensors: a cell crosses no border of theirs. Those
+    that store whole tensors need not be named. Every element is packed once per update; what several source
+    ranks hold, by the one with the least to do. Raises WeightError, naming the tensor, if a receiver wants
+    what no source has, or a source tensor reaches one of these receivers nowhere.
     """
-    if not receivers:
-        raise WeightError("no receivers to plan for")
-    tensors = _tensors(source, receivers)
+    tensors = _tensors(source, receivers or {})
+    if not any(box.numel for holders in tensors.values() for box in holders.wanted):
+        raise WeightError(f"nothing to send: none of {len(tensors)} tensors has an element")
     packed = [0] * len(source.ranks)
     cells: list[Cell] = []
-    by_tensor: dict[str, list[Cell]] = {}
     # Large tensors first: what is left to balance the ranks with is small.
     for name in sorted(tensors, key=lambda n: (-sum(box.numel for box in tensors[n].wanted), n)):
-        begin = len(cells)
         for box in _cells_of(name, tensors[name], cell_bytes):
             cells.append(_place(name, box, tensors[name], len(cells), packed))
-        by_tensor[name] = cells[begin:]
-    return Plan(
-        cells=tuple(cells),
-        source=source,
-        kinds=dict(receivers),
-        receivers={kind: _landings(layout, by_tensor) for kind, layout in receivers.items()},
-        digest=_digest(cells),
-    )
+    stored = [stored for rank in source.ranks for stored in rank.stored]
+    dtypes: dict[str, DType] = {piece.tensor: tensor.dtype for tensor in stored for piece in tensor.pieces}
+    return Plan({t.name: t.shape for t in source.tensors}, dtypes, tuple(cells), len(source.ranks))
 
 
 def _tensors(source: WorldLayout, receivers: Mapping[str, WorldLayout]) -> dict[str, _Holders]:
     shapes = {tensor.name: tensor.shape for tensor in source.tensors}
-    tensors = {name: _Holders([], []) for name in shapes}
+    tensors = {name: _Holders([], [Box.whole(shape)]) for name, shape in shapes.items()}
     for rank, layout in enumerate(source.ranks):
         for stored in layout.stored:
             for piece in stored.pieces:
-                tensors[piece.tensor].held.append((rank, stored.dtype, piece, stored.name))
+                tensors[piece.tensor].held.append((rank, stored.dtype, piece))
     for kind, world in receivers.items():
         theirs = {tensor.name: tensor.shape for tensor in world.tensors}
         if theirs != shapes:
@@ -168,10 +210,10 @@ def _cells_of(name: str, holders: _Holders, cell_bytes: int) -> list[Box]:
         for cell in cells:
             rest = [r for part in rest for r in part.minus(cell)]
         cells = refine(cells, box) + rest
-    dtypes: set[DType] = {dtype for _, dtype, _, _ in holders.held}
+    dtypes: set[DType] = {dtype for _, dtype, _ in holders.held}
     if len(dtypes) > 1:
         raise WeightError(f"{name} is {' and '.join(sorted(dtypes))} at the source; use one dtype")
-    for _, _, piece, _ in holders.held:
+    for _, _, piece in holders.held:
         if all(a < b for a, b in zip(piece.start, piece.stop, strict=True)):
             cells = refine(cells, Box(piece.start, piece.stop))
     most = cell_bytes // max((ITEM_BYTES[dtype] for dtype in dtypes), default=4)
@@ -182,40 +224,18 @@ def _place(name: str, box: Box, holders: _Holders, index: int, packed: list[int]
     holding = [h for h in holders.held if box.meet(Box(h[2].start, h[2].stop)) == box]
     if not holding:
         raise WeightError(f"{name}: no source rank holds elements {box.start} to {box.stop}")
-    rank, dtype, piece, stored = min(holding, key=lambda h: (packed[h[0]], h[0]))
+    rank, dtype, _ = min(holding, key=lambda h: (packed[h[0]], h[0]))
     cell = Cell(
         index=index,
         tensor=name,
         box=box,
         dtype=dtype,
         source=rank,
-        held=Slice(stored, box.moved(piece.start, piece.at)),
         offset=packed[rank],
         nbytes=box.numel * ITEM_BYTES[dtype],
     )
     packed[rank] = _aligned(cell.offset + cell.nbytes)
     return cell
-
-
-def _landings(
-    layout: WorldLayout, by_tensor: Mapping[str, Sequence[Cell]]
-) -> tuple[tuple[Landing, ...], ...]:
-    ranks: list[tuple[Landing, ...]] = []
-    for rank in layout.ranks:
-        targets: dict[int, tuple[Cell, list[Slice]]] = {}
-        for name, piece in ((stored.name, piece) for stored in rank.stored for piece in stored.pieces):
-            whole = Box(piece.start, piece.stop)
-            for cell in by_tensor[piece.tensor]:
-                if whole.meet(cell.box) == cell.box:
-                    place = Slice(name, cell.box.moved(piece.start, piece.at))
-                    targets.setdefault(cell.index, (cell, []))[1].append(place)
-        ordered = sorted(targets.values(), key=lambda t: (t[0].source, t[0].offset))
-        ranks.append(tuple(Landing(cell, tuple(places)) for cell, places in ordered))
-    return tuple(ranks)
-
-
-def _digest(cells: Iterable[Cell]) -> str:
-    return xxhash.xxh3_128("\n".join(map(repr, cells)).encode()).hexdigest()
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,180 +1,156 @@
-"""Weights from a trainer to generators on the same host, through shared memory.
+"""The front door: which transport carries the weights, and an end of it that needs to know nothing else.
 
-    consumes                            produces                  waits for
-    sender     the trainer's tensors    a manifest, when ready    leases on the slot to overwrite, bounded
-    receiver   a manifest               parameters, in place      nothing
-
-A sync is a transaction: the sender copies a version into the slot that isn't the newest, hashing each tensor
-at its source, and only then announces it; a receiver leases the slot, copies, and reads every tensor back.
-With two slots a trainer writes version v + 1 while generators read v.
+The senders choose a transport; its name is the scheme of the manifest's URL, by which receivers know it.
 """
 
-import logging
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from arriero.engine.weights.copying import (
-    Bytes,
-    Staging,
-    fingerprint,
-    load,
-    state_fingerprints,
-    store,
-    verify,
-)
-from arriero.engine.weights.layout import Layout, WeightError, match, overlapping, some
-from arriero.engine.weights.shm import MAX_SLOTS, Segment
-from arriero.engine.weights.shm_slots import SlotReader, Ticket, drain, last_slot
-from arriero.engine.weights.transport import lease_timeout
-from arriero.schemas.weights import TensorSpec, WeightManifest, weights_fingerprint
+from arriero.engine.weights.dist_transport import DistInlet, DistOutlet
+from arriero.engine.weights.layout import TORCH_DTYPES, WeightError
+from arriero.engine.weights.live_layout import gathered_layout, local_part, replicated_layout
+from arriero.engine.weights.nixl_transport import NixlInlet, NixlOutlet
+from arriero.engine.weights.plan import Plan, plan_weights
+from arriero.engine.weights.ranks import OneRank, Ranks
+from arriero.engine.weights.receiver import ShardReceiver
+from arriero.engine.weights.sender import ShardSender
+from arriero.engine.weights.served import Serving
+from arriero.engine.weights.shm_transport import ShmInlet, ShmOutlet
+from arriero.engine.weights.store_transport import StoreInlet, StoreOutlet
+from arriero.engine.weights.transport import Inlet, Outlet
+from arriero.schemas.layouts import WorldLayout
+from arriero.schemas.weights import TransportName, WeightManifest
 
-log = logging.getLogger(__name__)
+
+def open_outlet(transport: TransportName, url: str, plan: Plan, ranks: Ranks, serving: Serving) -> Outlet:
+    """A source rank's end. `url` is the shared segment, or the folder of an object store.
+
+    The other transports choose their address themselves.
+    """
+    slots, bound_s = serving.slots, serving.lease_timeout_s
+    match transport:
+        case "shm":
+            return ShmOutlet(url, plan, ranks, slots=slots, lease_timeout_s=bound_s)
+        case "store":
+            return StoreOutlet(url, plan, ranks, slots=slots, lease_timeout_s=bound_s)
+        case "nixl":
+            return NixlOutlet(plan, serving, ranks)
+        case "gloo" | "nccl":
+            device = torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else None
+            return DistOutlet(plan, serving, ranks, backend=transport, device=device)
+
+
+def open_inlet(url: str, name: str, secret: bytes) -> Inlet:
+    """A receiver rank's end of what a manifest's URL names; WeightError if it can't be reached."""
+    scheme = url.partition("://")[0]
+    if scheme == "shm":
+        return ShmInlet(url, name)
+    if scheme == "nixl":
+        return NixlInlet(url, name, secret)
+    if scheme == "nccl":
+        return DistInlet(url, name, secret, device=torch.device("cuda", torch.cuda.current_device()))
+    return DistInlet(url, name, secret) if scheme == "gloo" else StoreInlet(url, name)
 
 
 class WeightSender:
-    """The trainer's end. Buffers are allocated here, once, and reused for every version.
+    """The end of a trainer, of one rank or several. Buffers are allocated here, once.
 
-    `lease_timeout_s`: how long a receiver may keep reading a version that is to be overwritten; without it,
-    30 s or what its bytes take at 100 MB/s, whichever is longer. A publish that meets a stuck receiver goes
-    on without it and names it in `overtaken`; one call waits for all of them together.
+    All ranks make it, and publish, together. DTensors are sent shard by shard, each by the rank that has it;
+    what all ranks have is packed by one of them. With a `layout`, `tensors` are this rank's parts already.
+    `host`, `secret`, `slots` and `lease_timeout_s` are those of `Serving`.
     """
 
     def __init__(
-        self, url: str, tensors: Mapping[str, Tensor], *, slots: int = 2, lease_timeout_s: float | None = None
+        self,
+        url: str,
+        tensors: Mapping[str, Tensor],
+        ranks: Ranks | None = None,
+        *,
+        layout: WorldLayout | None = None,
+        transport: TransportName = "shm",
+        slots: int = 2,
+        lease_timeout_s: float | None = None,
+        secret: bytes = b"",
+        host: str = "127.0.0.1",
     ) -> None:
-        if not 2 <= slots <= MAX_SLOTS:
-            raise ValueError(f"slots is {slots}; from 2 (write one while the other is read) to {MAX_SLOTS}")
-        self.url = url
-        self.overtaken: tuple[str, ...] = ()  # receivers that the last publish no longer waited for
-        self._layout = Layout.of(tensors)
-        self._staging = Staging()
-        self._segment = Segment.create(url, self._layout.fingerprint(), slots, self._layout.nbytes)
-        self._slot = last_slot(self._segment)
-        self._version: int | None = None
-        self._fingerprint: str = ""
-        self._lease_timeout_s = lease_timeout(self._layout.nbytes, lease_timeout_s)
+        self._ranks = ranks = ranks or OneRank()
+        if layout is None:
+            layout = gathered_layout(tensors, ranks) if ranks.size > 1 else replicated_layout(tensors)
+        plan = plan_weights(layout)
+        serving = Serving(secret=secret, host=host, slots=slots, lease_timeout_s=lease_timeout_s)
+        outlet = open_outlet(transport, url, plan, ranks, serving)
+        self.shards = ShardSender(outlet, plan, layout, ranks)
+        self._stays, self._bound_s = transport in ("shm", "store"), lease_timeout_s
+        self._last: int | None = None
+
+    @property
+    def overtaken(self) -> tuple[str, ...]:
+        """Receivers that the last publish no longer waited for."""
+        return self.shards.overtaken
 
     def publish(
-        self, version: int, tensors: Mapping[str, Tensor], *, must_change: bool = False
+        self, version: int, tensors: Mapping[str, Tensor], *, must_change: bool = True
     ) -> WeightManifest:
-        """Copy and hash all tensors; the manifest to announce. Blocks: call it from a thread under asyncio.
-
-        Raises WeightError if names, shapes, dtypes or ties changed, ValueError if versions don't increase.
-        With `must_change` (after a step that has changed something) weights that are bit-identical to the
-        last version's are a WeightError and not announced; without it they are only logged.
-        """
-        if self._version is not None and version <= self._version:
-            raise ValueError(f"version {version} after version {self._version}; versions only increase")
-        self._layout.check(tensors)
-        slot = (self._slot + 1) % self._segment.num_slots
-        self.overtaken = drain(self._segment, slot, self._lease_timeout_s)
-        self._segment.begin(slot)
-        named = self._store(slot, tensors)
-        manifest = WeightManifest(
-            version=version,
-            url=self.url,
-            segment=self._segment.id,
-            slot=slot,
-            nbytes=self._layout.nbytes,
-            tensors=named,
-            fingerprint=weights_fingerprint((s.name, s.dtype, s.shape, s.fingerprint) for s in named),
-        )
-        if manifest.fingerprint == self._fingerprint:
-            if must_change:
-                raise WeightError(
-                    f"version {version} is not announced: bit-identical to version {self._version}"
-                )
-            log.warning(
-                "weights of version %d are bit-identical to those of version %s", version, self._version
-            )
-        self._segment.commit(slot, version, manifest.fingerprint)
-        self._slot, self._version, self._fingerprint = slot, version, manifest.fingerprint
+        """As `ShardSender.publish`."""
+        local = {name: local_part(name, tensor)[0] for name, tensor in tensors.items()}
+        manifest = self.shards.publish(version, local, must_change=must_change)
+        self._last = version
         return manifest
 
-    def close(self) -> None:
-        """Unmap. Published versions stay readable until the run's owner calls `destroy`."""
-        self._segment.close()
+    def failures(self) -> dict[str, str]:
+        """As `ShardSender.failures`."""
+        return self.shards.failures()
 
-    def _store(self, slot: int, tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-        specs: dict[int, TensorSpec] = {}  # by offset: tied tensors are stored once
-        named: list[TensorSpec] = []
-        for place in self._layout.places:
-            spec = specs.get(place.offset) if place.nbytes else None
-            if spec is None:
-                target = self._segment.slot(slot, place.offset, place.nbytes)
-                spec = TensorSpec(
-                    name=place.name,
-                    dtype=place.dtype,
-                    shape=place.shape,
-                    offset=place.offset,
-                    nbytes=place.nbytes,
-                    fingerprint=store(tensors[place.name], target, self._staging),
-                )
-            if place.nbytes:
-                specs[place.offset] = spec
-            named.append(spec.model_copy(update={"name": place.name}))
-        return tuple(named)
+    def close(self) -> None:
+        """Give the buffers back. What lies in shared memory or a store stays until the run's owner goes.
+
+        With the other transports it ends with these processes, so they wait first, within the bound of a
+        lease, until every receiver has taken the last version or has left.
+        """
+        if self._last is not None and not self._stays:
+            if not self._ranks.rank:
+                self.shards.report(self._last, timeout_s=self._bound_s)
+            self._ranks.gather(b"")
+        self.shards.close()
 
 
 class WeightReceiver:
-    """A generator's end. `name` is what the sender reports if this receiver gets stuck, e.g. generator-0."""
+    """A generator's end, whatever the transport. `name` is what the senders report, e.g. generator-0.
 
-    def __init__(self, name: str) -> None:
-        self._reader = SlotReader(name)
-        self.name = name
-        self._staging = Staging()
+    `secret` is the run's, which senders over a network ask for.
+    """
+
+    def __init__(self, name: str, secret: bytes = b"") -> None:
+        self.name, self._secret = name, secret
+        self._open: dict[str, tuple[Inlet, ShardReceiver]] = {}
+
+    def tensors(self, manifest: WeightManifest) -> dict[str, Tensor]:
+        """New tensors, not filled, that this version would fit into without a cast."""
+        plan = self._ends(manifest)[0].plan(manifest.session)
+        return {
+            name: torch.empty(shape, dtype=TORCH_DTYPES[plan.dtypes[name]])
+            for name, shape in plan.tensors.items()
+        }
 
     def receive(self, manifest: WeightManifest, into: Mapping[str, Tensor]) -> None:
-        """Copy a version into existing parameters, in place, and read every one of them back.
+        """As `ShardReceiver.receive`, of whole tensors under the names that are sent.
 
-        Floats are cast to the parameter's dtype. Raises StaleWeights if the version was overwritten: take the
-        newest manifest; WeightError, naming the tensor or the count, for everything else. Nothing is written
-        if names, shapes or dtypes don't fit; after an error in the middle, `into` is a mix of versions.
+        A further name for a received tensor (tied) is allowed.
         """
-        pairs = match(manifest, into)
-        shared = overlapping({name: tensor for name, (_, tensor) in pairs.items()})
-        ticket = Ticket(
-            url=manifest.url,
-            segment=manifest.segment,
-            slot=manifest.slot,
-            slot_bytes=manifest.nbytes,
-            version=manifest.version,
-            fingerprint=manifest.fingerprint,
-        )
-        with self._reader.leased(ticket) as use:
-
-            def sent(spec: TensorSpec) -> Bytes:
-                return use.segment.slot(manifest.slot, spec.offset, spec.nbytes)
-
-            for spec, tensor in pairs.values():
-                load(spec, sent(spec), tensor, self._staging)
-                use.check()
-            for spec, tensor in (pairs[name] for name in sorted(shared)):
-                verify(spec, sent(spec), tensor, self._staging)
-            for name, (_, tensor) in pairs.items():
-                if into[name].data_ptr() != tensor.data_ptr():
-                    raise WeightError(f"{name} is a new tensor at each access: what it received is lost")
+        self._ends(manifest)[1].receive(manifest, into)
 
     def close(self) -> None:
-        """Unmap all segments and give back their leases."""
-        self._reader.close()
+        for _, receiver in self._open.values():
+            receiver.close()
+        self._open.clear()
 
-
-def verify_weights(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
-    """Prove, at any time and without the buffers, that these tensors are the manifest's, byte by byte.
-
-    WeightError names the tensors that differ and how many of how many; one that was cast counts as different.
-    """
-    staging = Staging()
-    pairs = match(manifest, tensors)
-    wrong = [name for name, (spec, held) in pairs.items() if fingerprint(held, staging) != spec.fingerprint]
-    if wrong:
-        raise WeightError(
-            f"{len(wrong)} of {len(pairs)} tensors are not those of version {manifest.version}: {some(wrong)}"
-        )
-
-
-def fingerprint_weights(tensors: Mapping[str, Tensor]) -> str:
-    """Fingerprint of these weights, equal to that of the manifest that would announce them."""
-    return weights_fingerprint(state_fingerprints(dict(tensors), Staging()))
+    def _ends(self, manifest: WeightManifest) -> tuple[Inlet, ShardReceiver]:
+        if manifest.url not in self._open:
+            try:
+                inlet = open_inlet(manifest.url, self.name, self._secret)
+            except OSError as error:
+                raise WeightError(f"{self.name} can't reach {manifest.url}: {error}") from error
+            self._open[manifest.url] = inlet, ShardReceiver(inlet)
+        return self._open[manifest.url]

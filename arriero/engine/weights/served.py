@@ -37,7 +37,7 @@ from arriero.engine.weights.lease_server import LeaseServer, Welcoming
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import OneRank, Ranks, first_says
 from arriero.engine.weights.transport import Outcome, Span, lease_timeout
-from arriero.schemas.weights import ALIGNMENT_BYTES, ShardManifest
+from arriero.schemas.weights import ALIGNMENT_BYTES, WeightManifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ServedOutlet:
         self._lease_timeout_s = lease_timeout(total, serving.lease_timeout_s)
         self.session = first_says(self._ranks, lambda: token_hex(16).encode()).decode()
         self._server = LeaseServer(
-            (serving.host, 0), serving.secret, plan.digest, self.session, serving.slots, welcome
+            (serving.host, 0), serving.secret, plan.encode(), self.session, serving.slots, welcome
         )
         said = self._ranks.gather(msgspec.msgpack.encode(self._server.address))
         self._server.addresses = [msgspec.msgpack.decode(data, type=tuple[str, int]) for data in said]
@@ -82,7 +82,7 @@ class ServedOutlet:
         self.overtaken = self._server.free(slot, self._lease_timeout_s)
         return slot, self.slots[slot][: self.part_bytes]
 
-    def announce(self, manifest: ShardManifest) -> None:
+    def announce(self, manifest: WeightManifest) -> None:
         self._slot = manifest.slot
         self._server.commit(manifest)
 
@@ -135,20 +135,28 @@ class ServedInlet:
 
     stable = False
 
-    def __init__(self, url: str, plan: Plan, name: str, secret: bytes, bound_s: float = 60.0) -> None:
-        self._plan, self._name, self._secret, self._bound_s = plan, name, secret, bound_s
+    def __init__(self, url: str, name: str, secret: bytes, bound_s: float = 60.0) -> None:
+        self._name, self._secret, self._bound_s = name, secret, bound_s
+        self._plan: tuple[str, Plan] | None = None
         host, _, port = url.partition("://")[2].rpartition(":")
         self.sources: dict[int, Source] = {}
         self._addresses = [(host, int(port))]
         self.source(0)
 
-    def newest(self, after: int = -1, wait_s: float = 0.0) -> ShardManifest | None:
+    def newest(self, after: int = -1, wait_s: float = 0.0) -> WeightManifest | None:
         found = self.source(0).ask(Newest(after, wait_s), wait_s)
         assert isinstance(found, Found), "what Newest is answered with"
-        return ShardManifest.model_validate_json(found.manifest) if found.manifest else None
+        return WeightManifest.model_validate_json(found.manifest) if found.manifest else None
+
+    def plan(self, session: str) -> Plan:
+        self.source(0)
+        assert self._plan is not None, "told by the first source"
+        if self._plan[0] != session:
+            raise WeightError(f"{self._name}: the manifest is of another run: its session was {session}")
+        return self._plan[1]
 
     @contextmanager
-    def lease(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[None, None, None]:
+    def lease(self, manifest: WeightManifest, spans: Sequence[Span]) -> Generator[None, None, None]:
         held: list[Source] = []
         try:
             for rank in dict.fromkeys(span.source for span in spans):
@@ -195,7 +203,7 @@ class ServedInlet:
                 self.disconnect(source.rank)
         return overtaken
 
-    def _lost(self, manifest: ShardManifest, ranks: Sequence[int]) -> bool:
+    def _lost(self, manifest: WeightManifest, ranks: Sequence[int]) -> bool:
         """Whether one of the source ranks no longer has this version."""
         try:
             for rank in ranks:
@@ -211,8 +219,10 @@ class ServedInlet:
         """The connection to a source rank, made when it is first needed, and anew after an error."""
         if rank not in self.sources:
             source = Source(rank, self._addresses[rank], self._secret, self._bound_s)
-            welcome = source.ask(Join(self._name, self._plan.digest))
+            welcome = source.ask(Join(self._name))
             assert isinstance(welcome, Welcome), "what Join is answered with"
+            if self._plan is None or self._plan[0] != welcome.session:
+                self._plan = welcome.session, Plan.decode(welcome.plan)
             self._addresses = welcome.addresses
             self.sources[rank] = source
             self.welcomed(rank, welcome.extra)

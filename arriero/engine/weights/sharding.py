@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from torch import Tensor
-
 from arriero.engine.weights.boxes import Box
-from arriero.engine.weights.layout import WeightError, dtype_name
+from arriero.engine.weights.layout import WeightError
 from arriero.schemas.layouts import (
     LlamaShape,
     LogicalTensor,
@@ -52,25 +50,6 @@ def llama_layout(shape: LlamaShape, parallel: Parallelism) -> WorldLayout:
         ]
         ranks.append(RankLayout(stored=tuple(stored)))
     return WorldLayout(tensors=tensors, ranks=tuple(ranks))
-
-
-def replicated_layout(tensors: Mapping[str, Tensor], ranks: int = 1) -> WorldLayout:
-    """Every rank holds these tensors whole; a tensor under two names (tied) is one logical tensor."""
-    logical: dict[tuple[int, tuple[int, ...]], str] = {}
-    stored: list[StoredTensor] = []
-    for name, tensor in sorted(tensors.items()):
-        size = tuple(tensor.shape)
-        known = logical.setdefault((tensor.data_ptr() if tensor.numel() else id(tensor), size), name)
-        if known == name:
-            zero = (0,) * len(size)
-            piece = Piece(tensor=name, start=zero, stop=size, at=zero)
-            stored.append(
-                StoredTensor(name=name, dtype=dtype_name(name, tensor), shape=size, pieces=(piece,))
-            )
-    return WorldLayout(
-        tensors=tuple(LogicalTensor(name=s.name, shape=s.shape) for s in stored),
-        ranks=(RankLayout(stored=tuple(stored)),) * ranks,
-    )
 
 
 def fsdp_rows(rows: int, shard: int, shards: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from arriero.engine.weights.layout import (
 from arriero.engine.weights.plan import Cell, Landing, runs
 from arriero.engine.weights.transport import Span
 from arriero.schemas.layouts import RankLayout
-from arriero.schemas.weights import DType, ShardManifest
+from arriero.schemas.weights import DType, WeightManifest
 
 SPAN_BYTES = 8 << 20
 _DIRECT_BYTES = 64 << 10  # below, cells that lie side by side are fetched together
@@ -36,10 +36,24 @@ class Remembered(Generic[_T]):
         self._known: tuple[list[tuple[str, tuple[object, ...]]], _T] | None = None
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> _T:
-        where = [(name, identity(tensor)) for name, tensor in tensors.items()]
+        where = _where(tensors)
         if self._known is None or self._known[0] != where:
             self._known = where, self._make(tensors)
         return self._known[1]
+
+    def forget(self) -> None:
+        self._known = None
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """WeightError if these tensors are not the ones of the last call."""
+        assert self._known is not None, "after a call"
+        for (name, before), (_, now) in zip(self._known[0], _where(tensors), strict=True):
+            if before != now:
+                raise WeightError(f"{name} is a new tensor at each access: what it received is lost")
+
+
+def _where(tensors: Mapping[str, Tensor]) -> list[tuple[str, tuple[object, ...]]]:
+    return [(name, identity(tensors[name])) for name in tensors]
 
 
 @dataclass(frozen=True)
@@ -62,10 +76,10 @@ class _SentCell:
         return self.cell.box.shape
 
 
-def check_shards(layout: RankLayout, tensors: Mapping[str, Tensor], who: str) -> None:
-    """Raise WeightError if these are not the layout's tensors: names, shapes, and floats where floats are.
+def check_shards(layout: RankLayout, tensors: Mapping[str, Tensor], who: str, *, cast: bool) -> None:
+    """Raise WeightError if these are not the layout's tensors by name, shape and dtype.
 
-    A further name for a tensor of the layout (tied) is allowed.
+    With `cast`, any floats will do where it has floats. A further name for a tensor of it (tied) is allowed.
     """
     wanted = {stored.name: stored for stored in layout.stored}
     have = {identity(tensors[name]) for name in wanted if name in tensors}
@@ -76,12 +90,19 @@ def check_shards(layout: RankLayout, tensors: Mapping[str, Tensor], who: str) ->
         dtype = dtype_name(name, tensor)
         if tuple(tensor.shape) != stored.shape:
             raise WeightError(f"{who}: {name} has shape {tuple(tensor.shape)}, its layout {stored.shape}")
-        floats = tensor.is_floating_point() and TORCH_DTYPES[stored.dtype].is_floating_point
+        floats = cast and tensor.is_floating_point() and TORCH_DTYPES[stored.dtype].is_floating_point
         if dtype != stored.dtype and not floats:
             raise WeightError(f"{who}: {name} is {dtype}, its layout says {stored.dtype}")
     shared = overlapping({name: tensors[name] for name in wanted})
     if shared:
         raise WeightError(f"{who}: {some(shared)} share memory, but their layout has them apart")
+
+
+def check_writable(tensors: Mapping[str, Tensor]) -> None:
+    """Raise WeightError if elements of one of the tensors share memory."""
+    for name, tensor in tensors.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise WeightError(f"{name} is an expanded view: its elements share memory and can't be written")
 
 
 def landing_spans(
@@ -116,7 +137,7 @@ def landing_spans(
 
 
 def receive_span(
-    manifest: ShardManifest,
+    manifest: WeightManifest,
     span: Span,
     landings: Sequence[Landing],
     data: Bytes,

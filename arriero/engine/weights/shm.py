@@ -1,10 +1,11 @@
 """A file in /dev/shm with a header, a lease table and the slots, mapped by a sender and its receivers.
 
-    words 0-7      magic, slots, bytes of a slot, segment id (2), layout fingerprint (2), newest slot + 1
+    words 0-7      magic, slots, bytes of a slot, segment id (2), digest of the plan (2), newest slot + 1
+    word 72        bytes of the plan
     words 8-71     8 slots x (sequence, version, closed, fingerprint (2))
     words 128-     128 receivers x (leased slot + 1, version, since, pid, length of the name, name (11),
                    joined, last version tried + 1, length of the error, error (45))
-    then           the slots, each at a page boundary
+    then           the slots, each at a page boundary, and the plan that the senders pack by
 
 All header fields are 64-bit words, stored and loaded whole. Only the sender writes slots, each lease is
 written by its one holder. A lease entry counts as long as its byte lock is held (see `locks`).
@@ -35,9 +36,9 @@ from arriero.engine.weights.transport import Outcome
 
 FOLDER = Path("/dev/shm")
 MAX_SLOTS, MAX_RECEIVERS, MAX_NAME_BYTES = 8, 128, 88
-_MAGIC = int.from_bytes(b"arrwght2", sys.byteorder)
+_MAGIC = int.from_bytes(b"arrwght3", sys.byteorder)
 _NUM_SLOTS, _SLOT_BYTES, _ID, _LAYOUT, _NEWEST = 1, 2, 3, 5, 7
-_SLOTS, _SLOT_WORDS = 8, 8
+_SLOTS, _SLOT_WORDS, _PLAN_BYTES = 8, 8, 72
 _LEASES, _LEASE_WORDS = 128, 64
 _JOINED, _TRIED, _ERROR, _ERROR_BYTES = 16, 17, 18, 8 * 45  # words of an entry
 _HEADER_BYTES = -(-(_LEASES + MAX_RECEIVERS * _LEASE_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -81,13 +82,20 @@ class Segment:
         self._words = memoryview(self._map)[:_HEADER_BYTES].cast("Q")
         self._data: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.num_slots, self.slot_bytes = self._words[_NUM_SLOTS], self._words[_SLOT_BYTES]
-        if self._words[0] != _MAGIC or size != _HEADER_BYTES + self.num_slots * _pages(self.slot_bytes):
+        plan_at, plan_bytes = (
+            _HEADER_BYTES + self.num_slots * _pages(self.slot_bytes),
+            self._words[_PLAN_BYTES],
+        )
+        if self._words[0] != _MAGIC or size != plan_at + plan_bytes:
             raise WeightError(f"{path} is no weight segment of this version of arriero")
         self.id, self.layout = self._hex(_ID), self._hex(_LAYOUT)
+        self.plan = bytes(self._data[plan_at : plan_at + plan_bytes])
 
     @classmethod
-    def create(cls, url: str, layout: str, slots: int, slot_bytes: int) -> "Segment":
+    def create(cls, url: str, layout: str, slots: int, slot_bytes: int, plan: bytes) -> "Segment":
         """The sender's segment: that of a dead predecessor if its layout is the same, else a new one.
+
+        `plan` is for the receivers; `layout`, its digest, says whether they can use what they know.
 
         Raises WeightError if a living sender has it, OSError (ENOSPC) if /dev/shm is too small.
         """
@@ -104,9 +112,12 @@ class Segment:
         fd = os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             # Reserves the pages: with ftruncate alone a full /dev/shm would kill us with SIGBUS later.
-            os.posix_fallocate(fd, 0, _HEADER_BYTES + slots * _pages(slot_bytes))
-            header = np.zeros(_SLOTS, dtype=np.uint64)
+            plan_at = _HEADER_BYTES + slots * _pages(slot_bytes)
+            os.posix_fallocate(fd, 0, plan_at + len(plan))
+            os.pwrite(fd, plan, plan_at)
+            header = np.zeros(_PLAN_BYTES + 1, dtype=np.uint64)
             header[:3] = _MAGIC, slots, slot_bytes
+            header[_PLAN_BYTES] = len(plan)
             header[_ID : _ID + 2] = np.frombuffer(bytes.fromhex(token_hex(16)), dtype=np.uint64)
             header[_LAYOUT : _LAYOUT + 2] = np.frombuffer(bytes.fromhex(layout), dtype=np.uint64)
             os.pwrite(fd, header.tobytes(), 0)

@@ -20,7 +20,7 @@ from arriero.engine.weights.ranks import OneRank, Ranks, first_says
 from arriero.engine.weights.shm import MAX_SLOTS, Segment
 from arriero.engine.weights.shm_slots import SlotInUse, SlotReader, Ticket, drain, last_slot
 from arriero.engine.weights.transport import Outcome, Span, lease_timeout
-from arriero.schemas.weights import ShardManifest, cells_fingerprint
+from arriero.schemas.weights import WeightManifest, cells_fingerprint
 
 _POLL_S = 1e-3
 
@@ -56,7 +56,7 @@ class ShmOutlet:
         segment: list[Segment] = []
 
         def create() -> bytes:
-            segment.append(Segment.create(url, plan.digest, slots, self._parts.slot_bytes))
+            segment.append(Segment.create(url, plan.digest, slots, self._parts.slot_bytes, plan.encode()))
             return bytes([last_slot(segment[0])])
 
         self._slot = first_says(self._ranks, create)[0]
@@ -78,7 +78,7 @@ class ShmOutlet:
         start, stop = self._parts.starts[self._ranks.rank : self._ranks.rank + 2]
         return slot, self._segment.slot(slot, start, stop - start)
 
-    def announce(self, manifest: ShardManifest) -> None:
+    def announce(self, manifest: WeightManifest) -> None:
         if not self._ranks.rank:
             raw = np.frombuffer(bytes.fromhex("".join(manifest.cells)), dtype=np.uint8)
             self._segment.slot(manifest.slot, self._parts.fingerprints_at, raw.size)[:] = raw
@@ -98,12 +98,16 @@ class ShmInlet:
 
     stable = True
 
-    def __init__(self, url: str, plan: Plan, name: str) -> None:
-        self._url, self._plan, self._parts = url, plan, _Parts(plan)
+    def __init__(self, url: str, name: str) -> None:
+        self._url = url
         self._reader = SlotReader(name)
         self._use: SlotInUse | None = None
+        self._known: tuple[str, Plan, _Parts] | None = None
 
-    def newest(self, after: int = -1, wait_s: float = 0.0) -> ShardManifest | None:
+    def plan(self, session: str) -> Plan:
+        return self._of(self._reader.attach(self._url, session)[0])[0]
+
+    def newest(self, after: int = -1, wait_s: float = 0.0) -> WeightManifest | None:
         until = time.monotonic() + wait_s
         while True:
             manifest = self._newest()
@@ -115,12 +119,12 @@ class ShmInlet:
             time.sleep(_POLL_S)
 
     @contextmanager
-    def lease(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[None, None, None]:
+    def lease(self, manifest: WeightManifest, spans: Sequence[Span]) -> Generator[None, None, None]:
         ticket = Ticket(
             url=manifest.url,
             segment=manifest.session,
             slot=manifest.slot,
-            slot_bytes=self._parts.slot_bytes,
+            slot_bytes=self._parts(manifest).slot_bytes,
             version=manifest.version,
             fingerprint=manifest.fingerprint,
         )
@@ -130,11 +134,11 @@ class ShmInlet:
             finally:
                 self._use = None
 
-    def fetch(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
-        use = self._use
+    def fetch(self, manifest: WeightManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
+        use, starts = self._use, self._parts(manifest).starts
         assert use is not None, "fetch within a lease"
         for span in spans:
-            yield use.segment.slot(manifest.slot, self._parts.starts[span.source] + span.offset, span.nbytes)
+            yield use.segment.slot(manifest.slot, starts[span.source] + span.offset, span.nbytes)
 
     def report(self, version: int, error: str) -> None:
         try:
@@ -146,7 +150,7 @@ class ShmInlet:
     def close(self) -> None:
         self._reader.close()
 
-    def _newest(self) -> ShardManifest | None:
+    def _newest(self) -> WeightManifest | None:
         try:
             segment, _ = self._reader.attach(self._url, None)
             if segment.replaced():
@@ -157,17 +161,13 @@ class ShmInlet:
         slot = segment.newest()
         if slot is None:
             return None
-        if segment.layout != self._plan.digest or segment.slot_bytes != self._parts.slot_bytes:
-            raise WeightError(
-                f"{self._reader.name}: {self._url} was planned as {segment.layout}, this receiver "
-                f"as {self._plan.digest}: both sides need the same layouts"
-            )
+        plan, parts = self._of(segment)
         state = segment.state(slot)
-        raw = segment.slot(slot, self._parts.fingerprints_at, 16 * len(self._plan.cells)).tobytes()
+        raw = segment.slot(slot, parts.fingerprints_at, 16 * len(plan.cells)).tobytes()
         cells = tuple(raw[i : i + 16].hex() for i in range(0, len(raw), 16))
         if not state.written or state.closed or cells_fingerprint(segment.layout, cells) != state.fingerprint:
             return None  # overwritten meanwhile: a newer one follows
-        return ShardManifest(
+        return WeightManifest(
             version=state.version,
             url=self._url,
             session=segment.id,
@@ -176,3 +176,12 @@ class ShmInlet:
             cells=cells,
             fingerprint=state.fingerprint,
         )
+
+    def _of(self, segment: Segment) -> tuple[Plan, _Parts]:
+        if self._known is None or self._known[0] != segment.id:
+            plan = Plan.decode(segment.plan)
+            self._known = segment.id, plan, _Parts(plan)
+        return self._known[1:]
+
+    def _parts(self, manifest: WeightManifest) -> _Parts:
+        return self._of(self._reader.attach(self._url, manifest.session, manifest.version)[0])[1]

@@ -1,6 +1,7 @@
 """Sharded weights by an object store: any URL that fsspec knows, between sites that share nothing else.
 
     <url>/newest.json                     the manifest of the newest version, written last
+    <url>/<session>/plan                  how the source ranks pack
     <url>/<session>/<version>/<rank>      the cells that a source rank packs, one object each
     <url>/<session>/readers/<name>.json   a receiver: the version it reads, the last it tried, what came of it
 
@@ -27,7 +28,7 @@ from arriero.engine.weights.layout import StaleWeights, WeightError
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import OneRank, Ranks, first_says
 from arriero.engine.weights.transport import Outcome, Span, batches, lease_timeout
-from arriero.schemas.weights import ShardManifest
+from arriero.schemas.weights import WeightManifest
 
 _POLL_S = 0.05
 
@@ -105,20 +106,25 @@ class StoreOutlet:
         if slots < 2:
             raise ValueError(f"slots is {slots}; at least 2: one is written while the other is read")
         self.url, self._store, self._ranks, self._num_slots = url, _Store(url), ranks or OneRank(), slots
-        self.session = first_says(self._ranks, lambda: token_hex(16).encode()).decode()
+        self.session = first_says(self._ranks, lambda: self._begin(plan)).decode()
         self.overtaken: tuple[str, ...] = ()
         self._part: Bytes = np.ones(max(plan.part_bytes(self._ranks.rank), 1), dtype=np.uint8)
         total = sum(plan.part_bytes(rank) for rank in range(plan.num_sources))
         self._lease_timeout_s = lease_timeout(total, lease_timeout_s)
         self._kept: list[int] = []
         before = self._store.read("newest.json")
-        self._before = "" if before is None else ShardManifest.model_validate_json(before).session
+        self._before = "" if before is None else WeightManifest.model_validate_json(before).session
+
+    def _begin(self, plan: Plan) -> bytes:
+        session = token_hex(16)
+        self._store.write(f"{session}/plan", plan.encode())
+        return session.encode()
 
     def begin(self, version: int) -> tuple[int, Bytes]:
         """Object stores have room: nobody is waited for, old versions go when nobody reads them."""
         return 0, self._part
 
-    def announce(self, manifest: ShardManifest) -> None:
+    def announce(self, manifest: WeightManifest) -> None:
         # The first rank comes last: when it writes the manifest, all parts are there.
         self._store.write(f"{self.session}/{manifest.version}/{self._ranks.rank}", self._part.data)
         if self._ranks.rank:
@@ -168,31 +174,35 @@ class StoreInlet:
 
     stable = False
 
-    def __init__(self, url: str, plan: Plan, name: str) -> None:
-        self._store, self._plan, self._name = _Store(url), plan, name
+    def __init__(self, url: str, name: str) -> None:
+        self._store, self._name = _Store(url), name
         self._session = ""
+        self._plan: tuple[str, Plan] | None = None
         self._state: dict[str, str | int | float] = {"reading": -1, "since": 0.0, "tried": -1, "error": ""}
 
-    def newest(self, after: int = -1, wait_s: float = 0.0) -> ShardManifest | None:
+    def newest(self, after: int = -1, wait_s: float = 0.0) -> WeightManifest | None:
         until = time.monotonic() + wait_s
         while True:
             said = self._store.read("newest.json")
-            manifest = ShardManifest.model_validate_json(said) if said is not None else None
+            manifest = WeightManifest.model_validate_json(said) if said is not None else None
             if manifest is not None:
                 self._join(manifest.session)
-                if manifest.plan != self._plan.digest:
-                    raise WeightError(
-                        f"{self._name}: the senders have plan {manifest.plan}, this receiver "
-                        f"{self._plan.digest}: give both sides the same layouts"
-                    )
                 if manifest.version > after:
                     return manifest
             if time.monotonic() >= until:
                 return None
             time.sleep(_POLL_S)  # object stores notify nobody
 
+    def plan(self, session: str) -> Plan:
+        if self._plan is None or self._plan[0] != session:
+            said = self._store.read(f"{session}/plan")
+            if said is None:
+                raise WeightError(f"{self._name}: no plan for session {session}: it is of another run")
+            self._plan = session, Plan.decode(said)
+        return self._plan[1]
+
     @contextmanager
-    def lease(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[None, None, None]:
+    def lease(self, manifest: WeightManifest, spans: Sequence[Span]) -> Generator[None, None, None]:
         self._join(manifest.session)
         self._say(reading=manifest.version, since=time.time())
         try:
@@ -200,7 +210,7 @@ class StoreInlet:
         finally:
             self._say(reading=-1)
 
-    def fetch(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
+    def fetch(self, manifest: WeightManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
         for batch in batches(spans):
             path = f"{manifest.session}/{manifest.version}/{batch[0].source}"
             for span, data in zip(batch, self._store.read_spans(path, batch), strict=True):

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from arriero.engine.weights.copying import Bytes
-from arriero.schemas.weights import ShardManifest
+from arriero.engine.weights.plan import Plan
+from arriero.schemas.weights import WeightManifest
 
 BATCH_BYTES = 32 << 20  # asked for at once
 SLOWEST_BYTES_PER_S = 100e6  # a receiver below this is taken for stuck, if no timeout is given
@@ -93,7 +94,7 @@ class Outlet(Protocol):
         """A slot that nobody reads, and this rank's part of it. Waits for leases, each up to its bound."""
         ...
 
-    def announce(self, manifest: ShardManifest) -> None:
+    def announce(self, manifest: WeightManifest) -> None:
         """From now on receivers may lease this version; called on the first rank last."""
         ...
 
@@ -112,18 +113,22 @@ class Inlet(Protocol):
         """What `fetch` gave stays valid until the lease ends, and not only until the next is taken."""
         ...
 
-    def newest(self, after: int = -1, wait_s: float = 0.0) -> ShardManifest | None:
+    def newest(self, after: int = -1, wait_s: float = 0.0) -> WeightManifest | None:
         """The newest version beyond `after`, if there is one within `wait_s`."""
         ...
 
-    def lease(self, manifest: ShardManifest, spans: Sequence[Span]) -> AbstractContextManager[None]:
+    def plan(self, session: str) -> Plan:
+        """What the senders of that session pack by; WeightError if they are no longer there."""
+        ...
+
+    def lease(self, manifest: WeightManifest, spans: Sequence[Span]) -> AbstractContextManager[None]:
         """Hold a version while its spans are fetched.
 
         Raises StaleWeights if the version is gone, at entry or at exit.
         """
         ...
 
-    def fetch(self, manifest: ShardManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
+    def fetch(self, manifest: WeightManifest, spans: Sequence[Span]) -> Generator[Bytes, None, None]:
         """The bytes of each span in turn: `into` itself, if they were put there. Only within a lease."""
         ...
 
