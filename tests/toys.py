@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Evaluation, Graph, PerRecord, Rates
 from arriero.engine.stream import Stream
+from arriero.schemas.graph import Capacity
 from arriero.schemas.messages import (
     Batch,
     Outcome,
@@ -149,13 +150,15 @@ def toy_graph(
     generators: int = 1,
     ranks: int = 1,
     staleness: int = 1,
+    room: int = 0,
 ) -> Graph:
-    """The graph of the module; `ranks` are those of the trainer."""
+    """The graph of the module; `ranks` are those of the trainer, `room` is that of the scored groups."""
     g = Graph("toy")
     weights = g.loop(Weights, staleness=staleness)
     asked = g.add(prompts or ToyPrompts(), name="prompts")()
     rollouts = g.add(generator or ToyGenerator(), name="generator", replicas=generators)(asked, weights)
-    scored = g.add(reward or ToyReward(), name="reward")(rollouts)
+    capacity = Capacity(messages=room) if room else None
+    scored = g.add(reward or ToyReward(), name="reward", capacity=capacity)(rollouts)
     batches = g.add(ToyCollect(groups=groups), name="collect")(scored)
     weights.close(g.add(trainer or ToyTrainer(), name="trainer", ranks=ranks)(batches))
     return g

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import cast
 
 from arriero.engine.backlog import backlog_edge
-from arriero.engine.broker import Broker, DeadLetter
+from arriero.engine.broker import Broker, BrokerError, DeadLetter
 from arriero.engine.codec import CodecError, decode
+from arriero.engine.lineage.recorder import RECORD
 from arriero.engine.portable import resolve
 from arriero.engine.runtime.journal import record
 from arriero.schemas.continuations import Continuation
@@ -31,6 +32,10 @@ class Burials:
     async def write(self, broker: Broker) -> None:
         """Record what is new. Raises BrokerError if the broker doesn't answer."""
         for letter in await broker.dead_letters():
+            if letter.group == RECORD:
+                raise BrokerError(
+                    f"the recorder left {letter.id} without an answer; is its machine overloaded?"
+                )
             if (letter.group, letter.id) not in self._written:
                 self._written.add((letter.group, letter.id))
                 await record(broker, self._event(letter))

@@ -25,6 +25,7 @@ from arriero.engine.backlog import backlog_edge
 from arriero.engine.broker import Broker, BrokerError, EdgeDecl
 from arriero.engine.claim_stores import FolderStore
 from arriero.engine.errors import UserError
+from arriero.engine.lineage.recorder import RECORD, recorded
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.engine.rates import backlogs, capacities
@@ -47,14 +48,17 @@ class HubAddress(Message):
 
 
 def edges(spec: GraphSpec, options: RunOptions) -> list[EdgeDecl]:
-    """One edge per node that has consumers, with a group per port that reads it; one per backlog."""
+    """One edge per node that has consumers, with a group per port that reads it and one for the record; one
+    per backlog.
+    """
     readers = {n.name: tuple(f"{c.name}-{i.port}" for c, i in spec.consumers(n.name)) for n in spec.nodes}
     between = [(name, spec.node(name), room) for name, room in capacities(spec).items() if readers[name]]
     own = [(backlog_edge(n.name), n, backlogs(spec)[backlog_edge(n.name)]) for n in spec.nodes if n.puts_back]
+    taped = recorded(spec) if options.record else ()
     return [
         EdgeDecl(
             name=name,
-            groups=readers.get(name, (name,)),
+            groups=readers.get(name, (name,)) + ((RECORD,) if name in taped else ()),
             producers=node.replicas,
             capacity=room,
             lease_s=options.lease_s,

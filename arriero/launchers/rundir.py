@@ -1,7 +1,7 @@
 """The run directory: what a run is made of, what it reports and what it leaves.
 
 graph.json options.json manifest.json    written before anything starts, never changed
-metrics.jsonl ledger.jsonl logs/ tensorboard/    appended while it runs
+metrics.jsonl ledger.jsonl logs/ tensorboard/ lineage/    appended while it runs
 summary.json model/    when it is over
 """
 
@@ -60,6 +60,10 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def lineage(self) -> Path:
+        return self.path / "lineage"
 
     @property
     def tensorboard(self) -> Path:

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, JsonValue, NonNegativeInt, 
 from arriero.schemas.ledger import Event
 from arriero.schemas.messages import Finish, Message, Outcome, Split
 
+RunState = Literal["finished", "failed", "stopped"]
 More = tuple[dict[str, JsonValue], ...]  # per record: its fields without a column; empty: none has any
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, hexadecimal
 
@@ -188,7 +189,7 @@ class Closed(Message):
     """The run is over, and nothing is missing from its record."""
 
     kind: Literal["closed"] = "closed"
-    state: Literal["finished", "failed", "stopped"]
+    state: RunState
 
 
 Entry = Annotated[

@@ -68,7 +68,8 @@ class RunSummary(Message):
     `restarts` are those of each replica that was killed and started again.
 
     `firing_s`: measured seconds of one firing of each node. From them alone: the step that the graph is
-    simulated to take, and the bound below which no schedule gets, held by `bound_nodes`. `lineage`: the head of the record.
+    simulated to take, and the bound below which no schedule gets, held by `bound_nodes`. `lineage`: the head
+    of the record's chain.
     """
 
     state: Literal["finished", "failed", "stopped"]

@@ -98,7 +98,7 @@ class Chain:
             written.append(body[:-1] + b',"hash":"' + head.encode() + b'"}\n')
             count += 1
         data = b"".join(written)
-        if not self._segment or not self._files.grow or self._size >= _SEGMENT_BYTES:
+        if not self._segment or not self._files.local or self._size >= _SEGMENT_BYTES:
             self._segment, self._size = f"{self._entries:012d}.jsonl", 0
         if self._size:
             self._files.append(self._segment, data)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import fsspec
-
-_GROWING = {"file", "local", "memory"}  # file systems whose files can be appended to
 
 
 class Files:
@@ -19,7 +18,6 @@ class Files:
         protocol: Any = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
         self.local = "file" in protocols
-        self.grow = bool(_GROWING & protocols)
 
     def names(self, ending: str) -> list[str]:
         """In order; none where there is no folder."""
@@ -33,12 +31,22 @@ class Files:
         return bytes(self._fs.cat_file(f"{self.root}/{name}"))
 
     def write(self, name: str, data: bytes) -> None:
-        """The whole file, in place of what was there."""
-        self._fs.makedirs(self.root, exist_ok=True)
-        self._fs.pipe_file(f"{self.root}/{name}", data)
+        """The whole file, in place of what was there; a reader, or a kill, never meets a part of it."""
+        path = f"{self.root}/{name}"
+        if not self.local:
+            self._fs.pipe_file(path, data)
+            return
+        part = Path(f"{path}.part")
+        try:
+            part.write_bytes(data)
+        except FileNotFoundError:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(data)
+        part.replace(path)
 
     def append(self, name: str, data: bytes) -> None:
-        with self._fs.open(f"{self.root}/{name}", "ab") as file:
+        """To a file that is there already; only where files are `local`."""
+        with Path(f"{self.root}/{name}").open("ab") as file:
             file.write(data)
 
     def remove(self, name: str) -> None:

@@ -7,6 +7,7 @@ part, whose chunks are larger. What an append leaves of a chunk is zero: it comp
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -20,46 +21,45 @@ from arriero.schemas.lineage import Place
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 _LEAST = 4096  # elements of a chunk
-# Measured on recorded rollouts (`benchmarks/lineage.py compression`).
-_LEVEL = 1
+_LEVEL = 1  # of zstd: measured on recorded rollouts (`benchmarks/lineage.py compression`)
 
 
 class Spaces:
-    """All spaces of one record. What stands beyond `ends` (a commit that wasn't finished) is overwritten."""
+    """All spaces of one record. What stands beyond `ends` (a commit that wasn't finished) is overwritten.
+
+    Chunks and the length of an array are written here, not through zarr: that takes several milliseconds of
+    hopping between threads for each array, ten times what the work takes. zarr makes the arrays, and reads.
+    """
 
     def __init__(self, url: str, ends: Mapping[str, Place] | None = None) -> None:
-        self._zarr: Any = import_module("zarr")
-        self._store = _store(url)
-        self._arrays: dict[tuple[str, int, str], Any] = {}
+        self._files = Files(url, "rollouts")
+        self._url = url
+        self._arrays: dict[str, Any] = {}
+        self._metadata: dict[str, dict[str, Any]] = {}
         self.ends: dict[str, Place] = dict(ends or {})
-        self._chunk: dict[str, int] = {}
-        self._names: dict[str, tuple[str, ...]] = {}
 
     def append(self, space: str, arrays: Arrays) -> tuple[int, int]:
         """Write arrays [n, ...] of one length n at the end of `space`; the part and the start."""
         (size,) = {len(a) for a in arrays.values()}
         end = self.ends.get(space)
-        if end is None or size > self._chunk_of(space, end.part, next(iter(arrays))):
-            part, start = (0 if end is None else end.part + 1), 0
-            self._make(space, part, max(_LEAST, 1 << (2 * size - 1).bit_length()), arrays)
+        chunk = self._chunk(f"{space}/{end.part}/{next(iter(arrays))}") if end is not None else 0
+        if end is None or size > chunk:
+            part, number = (0 if end is None else end.part + 1), 0
+            chunk = max(_LEAST, 1 << (2 * size - 1).bit_length())
+            self._make(f"{space}/{part}", chunk, arrays)
         else:
-            chunk = self._chunk[space]
-            part, start = end.part, -(-(end.start + end.size) // chunk) * chunk
-        chunk = self._chunk[space]
+            part, number = end.part, -(-(end.start + end.size) // chunk)
         for name, values in arrays.items():
-            array = self._array(space, part, name)
-            padded = np.zeros((chunk, *values.shape[1:]), values.dtype)
-            padded[:size] = values
-            array.resize((start + chunk, *array.shape[1:]))
-            array[start : start + chunk] = padded
-        self.ends[space] = Place(part=part, start=start, size=size)
-        return part, start
+            self._put(f"{space}/{part}/{name}", number, chunk, values)
+        self.ends[space] = Place(part=part, start=number * chunk, size=size)
+        return part, number * chunk
 
     def read(self, space: str, place: Place, *names: str) -> dict[str, npt.NDArray[Any]]:
         """The arrays `names` of `space` at `place`, read-only. Raises KeyError if they aren't there."""
         found: dict[str, npt.NDArray[Any]] = {}
         for name in names:
-            values = np.asarray(self._array(space, place.part, name)[place.start : place.start + place.size])
+            array = self._array(f"{space}/{place.part}/{name}")
+            values = np.asarray(array[place.start : place.start + place.size])
             values.setflags(write=False)
             found[name] = values
         return found
@@ -67,34 +67,46 @@ class Spaces:
     def overwrite(self, space: str, place: Place, arrays: Arrays) -> None:
         """Put other values where some stand: for redaction."""
         for name, values in arrays.items():
-            self._array(space, place.part, name)[place.start : place.start + place.size] = values
+            array = self._array(f"{space}/{place.part}/{name}")
+            array[place.start : place.start + place.size] = values
 
-    def _chunk_of(self, space: str, part: int, name: str) -> int:
-        if space not in self._chunk:
-            self._chunk[space] = int(self._array(space, part, name).chunks[0])
-        return self._chunk[space]
+    def _put(self, path: str, number: int, chunk: int, values: npt.NDArray[Any]) -> None:
+        """Write chunk `number`, and the length that the array then has."""
+        zstd: Any = import_module("numcodecs.zstd")
+        padded = np.zeros((chunk, *values.shape[1:]), values.dtype)
+        padded[: len(values)] = values
+        nested = "/0" * (values.ndim - 1)
+        self._files.write(f"{path}/c/{number}{nested}", bytes(zstd.Zstd(level=_LEVEL).encode(padded)))
+        metadata = self._described(path)
+        metadata["shape"][0] = (number + 1) * chunk
+        self._files.write(f"{path}/zarr.json", json.dumps(metadata).encode())
 
-    def _array(self, space: str, part: int, name: str) -> Any:
-        key = (space, part, name)
-        if key not in self._arrays:
+    def _chunk(self, path: str) -> int:
+        return int(self._described(path)["chunk_grid"]["configuration"]["chunk_shape"][0])
+
+    def _described(self, path: str) -> dict[str, Any]:
+        if path not in self._metadata:
+            self._metadata[path] = json.loads(self._files.read(f"{path}/zarr.json"))
+        return self._metadata[path]
+
+    def _array(self, path: str) -> Any:
+        if path not in self._arrays:
+            zarr: Any = import_module("zarr")
             try:
-                self._arrays[key] = self._zarr.open_array(
-                    self._store, path=f"{space}/{part}/{name}", mode="r+"
-                )
+                self._arrays[path] = zarr.open_array(self._store(), path=path, mode="r+")
             except FileNotFoundError as error:
-                raise KeyError(f"{space}/{part}/{name}") from error
-        return self._arrays[key]
+                raise KeyError(path) from error
+        return self._arrays[path]
 
-    def _make(self, space: str, part: int, chunk: int, arrays: Arrays) -> None:
-        zarr = self._zarr
-        if not self.ends and not self._arrays:
-            zarr.open_group(self._store, mode="a", zarr_format=3)
-        zarr.create_group(self._store, path=f"{space}/{part}", overwrite=True, zarr_format=3)
-        self._chunk[space] = chunk
+    def _make(self, part: str, chunk: int, arrays: Arrays) -> None:
+        zarr: Any = import_module("zarr")
+        store = self._store()
+        zarr.open_group(store, mode="a", zarr_format=3)
+        zarr.create_group(store, path=part, overwrite=True, zarr_format=3)
         for name, values in arrays.items():
-            self._arrays[space, part, name] = zarr.create_array(
-                self._store,
-                name=f"{space}/{part}/{name}",
+            zarr.create_array(
+                store,
+                name=f"{part}/{name}",
                 shape=(0, *values.shape[1:]),
                 chunks=(chunk, *values.shape[1:]),
                 dtype=values.dtype,
@@ -102,13 +114,10 @@ class Spaces:
                 zarr_format=3,
                 overwrite=True,
             )
+            self._metadata.pop(f"{part}/{name}", None)
 
-
-def _store(url: str) -> Any:
-    storage: Any = import_module("zarr.storage")
-    files = Files(url, "rollouts")
-    return (
-        storage.LocalStore(files.root)
-        if files.local
-        else storage.FsspecStore.from_url(f"{url.rstrip('/')}/rollouts")
-    )
+    def _store(self) -> Any:
+        storage: Any = import_module("zarr.storage")
+        if self._files.local:
+            return storage.LocalStore(self._files.root)
+        return storage.FsspecStore.from_url(f"{self._url.rstrip('/')}/rollouts")

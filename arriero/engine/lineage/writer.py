@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from arriero.engine.lineage.chain import Chain, lines
 from arriero.engine.lineage.gathering import Gathering, Known
@@ -27,6 +27,7 @@ from arriero.schemas.lineage import (
     RecordEntry,
     Reopened,
     RunEntry,
+    RunState,
     WeightsEntry,
 )
 from arriero.schemas.messages import Batch, Record
@@ -103,7 +104,7 @@ class LineageWriter:
             known.place = known.at(starts)
             _keep(self._groups, name, known)
 
-    def close(self, state: Literal["finished", "failed", "stopped"], items: Sequence[Item] = ()) -> Anchor:
+    def close(self, state: RunState, items: Sequence[Item] = ()) -> Anchor:
         """The last commit, which says that the run is over; the head to be kept elsewhere."""
         self.commit(items)
         self._write([Closed(state=state)])

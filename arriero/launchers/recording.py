@@ -1,0 +1,71 @@
+"""The lineage of a run, recorded by the process that launched it, beside the reporter."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from arriero.engine.broker import Broker
+from arriero.engine.lineage.recorder import Recorder
+from arriero.engine.lineage.writer import LineageWriter
+from arriero.launchers.failures import Failure, raised
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import Event
+from arriero.schemas.lineage import Anchor, Opened, RunEntry, RunState
+from arriero.schemas.run import RunOptions
+
+_FINISHED_S, _BROKEN_S = 60.0, 0.5  # to store what stands on the edges; a stopped run is over soon
+
+
+class Recording:
+    """`event` takes the events of the ledger; `start` and `close` stand around the life of the broker."""
+
+    def __init__(
+        self, spec: GraphSpec, options: RunOptions, run: RunDir, *, fail: Callable[[Failure], None]
+    ) -> None:
+        self._run, self._fail = run, fail
+        opened = Opened(
+            run_id=options.run_id,
+            graph_digest=spec.digest,
+            manifest_sha256=_sha256(run.manifest),
+            options_sha256=_sha256(run.options),
+        )
+        self._writer = LineageWriter(options.record_url or str(run.lineage), opened)
+        self._recorder = Recorder(spec, self._writer, lease_s=options.lease_s)
+        self.event: Callable[[Event], None] = self._recorder.event
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, broker: Broker) -> None:
+        self._task = asyncio.create_task(self._guarded(broker))
+
+    async def close(self, broker: Broker, *, finished: bool) -> None:
+        """When nobody sends any more: store what still stands on the edges, and stop."""
+        if self._task is not None:
+            if not self._task.done():
+                await self._recorder.drain(broker, bound_s=_FINISHED_S if finished else _BROKEN_S)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def note(self, what: str, detail: str) -> None:
+        """Something that happened to the run itself."""
+        self._recorder.note(RunEntry(what=what, detail=detail))
+
+    def seal(self, state: RunState) -> Anchor:
+        """The last entry; the head of the chain. Raises OSError if it can't be written."""
+        return self._recorder.seal(state)
+
+    async def _guarded(self, broker: Broker) -> None:
+        try:
+            await self._recorder.run(broker)
+        except OSError as error:
+            told = f"the record of the run can't be written: {error}; run with --record false to go without"
+            self._fail(Failure(message=told, weight=0))
+        except Exception as error:  # noqa: BLE001  # a run without its record must not go on
+            self._fail(raised(error))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
