@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with one Python 3.11 to 3.13: it first sets up .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format bench clean
+.PHONY: help setup demo demo-vllm test test-slow lint format bench clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -8,10 +8,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.arriero-installed
 # PyTorch where there is no GPU; with one, the version that pip resolves brings its CUDA libraries.
 CPU_TORCH := torch==2.13.0
-NIXL := nixl-cu12>=1.5
 # Come along with vLLM for models that see and hear, and don't fit this torch; transformers trips over them.
 UNFIT := torchvision torchaudio torchcodec triton
-NIXL := nixl-cu12
+NIXL := nixl-cu12>=1.5
 # What is checked: named here too, since mypy refuses a folder that does not exist.
 SOURCES := $(wildcard arriero tests benchmarks)
 EXTRAS := .[dev,reasoning-gym,verifiers]
@@ -22,6 +21,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make demo       train a small model on this machine and write a report"
+	@echo "make demo-vllm  the same with vLLM as the engine"
 	@echo "make test       fast tests"
 	@echo "make test-slow  tests marked slow"
 	@echo "make lint       ruff format --check, ruff check, mypy, pyright"
@@ -44,16 +44,16 @@ $(STAMP): pyproject.toml
 	&& $(BIN)/python -m pip uninstall --yes $(UNFIT) \
 	|| { echo "vLLM can't be installed here: its tests are skipped" >&2; \
 	     $(BIN)/python -m pip install -e '$(EXTRAS)'; }; fi
-	@# Without its dependencies, which are CUDA's: over TCP and shared memory it needs none of them.
-	@$(HAS_GPU) || $(BIN)/python -m pip install --no-deps '$(NIXL)' \
-	|| echo "NIXL can't be installed here: its tests are skipped" >&2
 	@# Without its dependencies: torch is there, and stays as it is.
-	@$(BIN)/python -m pip install --no-deps '$(NIXL)' \
+	@$(HAS_GPU) || $(BIN)/python -m pip install --no-deps '$(NIXL)' \
 	|| echo "NIXL can't be installed here: its tests are skipped" >&2
 	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/arriero demo
+
+demo-vllm: $(STAMP)
+	$(BIN)/arriero demo --run-dir runs/demo-vllm --engine vllm
 
 test: $(STAMP)
 	$(BIN)/pytest -m "not slow"
