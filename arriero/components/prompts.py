@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import fields
 from itertools import count as numbers
 from typing import Literal, Self
 
@@ -39,6 +40,7 @@ class PromptSource(PromptData):
     overlap: Literal["drop", "allow"] = "drop"
     """Rows with the text of a held-out one: not trained on, or trained on all the same."""
     eval_every: NonNegativeInt = 0  # versions; 0: before and after training only
+    screen: bool = True  # try every row's answer on the reward before the first prompt is sent
     mix: tuple[PromptData, ...] = ()
     """Further data sets."""
     curriculum: Curriculum | None = None
@@ -55,6 +57,12 @@ class PromptSource(PromptData):
     def sets(self) -> tuple[PromptData, ...]:
         """All data sets."""
         return (self, *self.mix)
+
+    def screened(self, reward: RolloutReward) -> PromptSource:
+        """This source without the rows that `reward` can't score."""
+        if not self.screen:
+            return self
+        return ScreenedSource(**{f.name: getattr(self, f.name) for f in fields(self)}, reward=reward)
 
     async def run(self) -> AsyncIterator[Prompt]:
         parts = self._opened()

@@ -24,7 +24,7 @@ def aipo(cfg: AIPOConfig) -> Graph:
     """Generators run ahead by up to `staleness` versions; the loss truncates the ratio at `rho`."""
     g = Graph("aipo")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     batches = g.add(GroupAdvantage(groups=cfg.groups_per_step), name="advantage")(scored)

@@ -24,7 +24,7 @@ def cispo(cfg: CISPOConfig) -> Graph:
     """Rare tokens that turn an answer keep their gradient, where PPO's clip would drop them."""
     g = Graph("cispo")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="mean", std=True), name="advantage")(

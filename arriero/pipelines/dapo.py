@@ -30,7 +30,7 @@ def dapo(cfg: DAPOConfig) -> Graph:
     """Groups without a signal are dropped, and their places in the admission window go to other prompts."""
     g = Graph("dapo")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     penalty = OverlongPenalty(

@@ -26,7 +26,7 @@ def decoupled_ppo(cfg: DecoupledPPOConfig) -> Graph:
     """How far an update may go doesn't depend on how old the data is."""
     g = Graph("decoupledppo")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="mean", std=True), name="advantage")(

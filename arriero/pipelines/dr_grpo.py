@@ -24,7 +24,7 @@ def dr_grpo(cfg: DrGRPOConfig) -> Graph:
     """GRPO without its two biases: easy prompts don't weigh more, nor short wrong answers."""
     g = Graph("drgrpo")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="mean"), name="advantage")(scored)

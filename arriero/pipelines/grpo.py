@@ -26,7 +26,7 @@ def grpo(cfg: GRPOConfig) -> Graph:
     """The same graph as AIPO; the advantage, the loss and the default staleness differ."""
     g = Graph("grpo")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     batches = g.add(

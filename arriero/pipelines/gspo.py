@@ -25,7 +25,7 @@ def gspo(cfg: GSPOConfig) -> Graph:
     """The unit of reward is the sequence, so is the unit of correction: a rare token can't dominate."""
     g = Graph("gspo")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="mean", std=True), name="advantage")(

@@ -28,7 +28,7 @@ def reinforce_pp(cfg: ReinforcePPConfig) -> Graph:
     """One scale for all prompts: a group's own deviation would make lucky groups of easy prompts loud."""
     g = Graph("reinforcepp")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     advantage = GroupAdvantage(groups=cfg.groups_per_step, baseline=cfg.baseline, whiten=True)

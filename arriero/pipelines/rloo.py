@@ -21,7 +21,7 @@ def rloo(cfg: RLOOConfig) -> Graph:
     """A response is one action, so its log-probabilities are summed and not averaged."""
     g = Graph("rloo")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     batches = g.add(GroupAdvantage(groups=cfg.groups_per_step), name="advantage")(scored)
