@@ -3,11 +3,11 @@
     python benchmarks/staleness.py [--seeds 0 1 2] [--staleness 0 1 2 4 8 16] [--methods ...] [--steps 60]
 
 The task is that of `arriero demo`: a small Llama, trained on labels of which half are wrong, learns to
-reverse four letters from the true reward (here in steps of 16 words with 16 samples each). Every cell is the graph of
-`aipo` with another loss, run inline and deterministic, where a token is exactly as old as the bound, from the
-version at which the bound is reached on. Accuracy is that of samples on words that no run has seen. Methods
-whose clip needs several updates take four at a quarter of the learning rate, so that a version is about as
-far from the one before under all of them: how old is how far must mean the same.
+reverse four letters from the true reward (here in steps of 16 words with 16 samples each). Every cell is the
+graph of `aipo` with another loss, run inline and deterministic, where a token is exactly as old as the bound,
+from the version at which the bound is reached on. Accuracy is that of samples on words that no run has seen.
+Methods whose clip needs several updates take four at a quarter of the learning rate, so that a version is
+about as far from the one before under all of them: an age must mean the same distance.
 
 Finished cells stand in the results file and aren't run again; the table and the picture are made from it.
 """
@@ -125,7 +125,7 @@ def run_cell(
     run = create(scratch)
     # Not `check`: it refuses stale data under a loss that corrects nothing, which is a question here.
     spec = graph(cfg, loss, minibatches).spec()
-    options = RunOptions(run_id=scratch.name, seed=seed, deterministic=True)
+    options = RunOptions(run_id=f"staleness-{os.getpid()}", seed=seed, deterministic=True)
     if code := inline(spec, options, run, LaunchOptions(quiet=True)):
         raise SystemExit(f"{method} at staleness {staleness}, seed {seed} ended with {code}")
     ages = [json.loads(line)["staleness_max"] for line in run.metrics.read_text().splitlines()]
@@ -256,8 +256,8 @@ def main() -> None:
             for method in args.methods:
                 if (method, staleness, seed, args.steps, args.lr) in done:
                     continue
-                cell = run_cell(args.scratch, args.scratch / "run", method, staleness, seed, args)
-                shutil.rmtree(args.scratch / "run")
+                cell = run_cell(args.scratch, args.scratch / "cell", method, staleness, seed, args)
+                shutil.rmtree(args.scratch / "cell")
                 results.cells.append(cell)
                 print(cell.model_dump_json(), flush=True)
                 args.results.write_text(results.model_dump_json(indent=1) + "\n")

@@ -250,7 +250,7 @@ class Batch(Record):
     def without(self, groups: frozenset[str]) -> Batch:
         """The batch without the samples of `groups`, which are no longer among its parents."""
         kept = tuple(s for s in self.samples if s.group not in groups)
-        origins = tuple(sorted({s.origin for s in kept}))
+        origins = tuple(sorted({s.origin for s in kept if not s.replayed}))
         return self.model_copy(update={"samples": kept, "origins": origins})
 
 
