@@ -18,7 +18,6 @@ from arriero.components.publisher import Publisher, WeightPlane
 from arriero.components.recorded import RecordedRollouts
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.replay import Replay
-from arriero.components.replay import Replay
 from arriero.components.sampling import Sampling
 from arriero.components.training_options import TrainingOptions
 from arriero.components.training_options import TrainingOptions
@@ -81,8 +80,6 @@ class Trainer:
         yield from self._unmet(facts(self.loss), view)
         if view.staleness and not self.loss.ratio_control:
             yield f"staleness {view.staleness} with {loss}, which controls no ratio; use AIPO or a clip"
-        if view.upstream(Replay) and not self.loss.ratio_control:
-            yield f"replayed samples of any age with {loss}, which controls no ratio; use AIPO or a clip"
         if view.upstream(Replay) and not self.loss.ratio_control:
             yield f"replayed samples of any age with {loss}, which controls no ratio; use AIPO or a clip"
         samplers = view.upstream(Samples)  # type: ignore[type-abstract]  # an instance check needs no class
