@@ -15,9 +15,11 @@ from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.prompts import PromptSource
 from arriero.components.publisher import WeightPlane
 from arriero.components.rewards import ExactMatch, Reward
+from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCache
 from arriero.components.sampling import Sampling
 from arriero.components.stragglers import Stragglers
 from arriero.components.trainer import Trainer
+from arriero.components.vllm_options import VLLMOptions
 from arriero.components.training_options import TrainingOptions
 from arriero.components.training_options import TrainingOptions
 
@@ -44,6 +46,11 @@ class SampledConfig:
     slots: PositiveInt = 256
     token_budget: PositiveInt = 8192
     training: TrainingOptions = field(default_factory=TrainingOptions)
+    engine: EngineName = "transformers"
+    vllm: VLLMOptions = field(default_factory=VLLMOptions)
+    kv_cache: KVCache = "keep"  # of running responses, when new weights come
+    generator_precision: EnginePrecision = "float32"
+    standby: bool = False  # new weights arrive beside those that generators use
     stragglers: Stragglers = field(default_factory=Stragglers)
     mismatch: MismatchGate = field(default_factory=MismatchGate)
     weights: WeightPlane = field(default_factory=WeightPlane)
@@ -51,7 +58,8 @@ class SampledConfig:
     def generator(self) -> Generator:
         return Generator(
             model=self.model, samples=self.samples, sampling=self.sampling, chat=self.chat, slots=self.slots,
-            stragglers=self.stragglers,
+            engine=self.engine, vllm=self.vllm, kv_cache=self.kv_cache, precision=self.generator_precision,
+            standby=self.standby, stragglers=self.stragglers,
         )  # fmt: skip
 
     def trainer(

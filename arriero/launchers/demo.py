@@ -24,15 +24,18 @@ _WRONG = 0.5
 
 
 def demo(args: list[str]) -> int:
-    """Run the demo in `runs/demo` (`--run-dir DIR` for another place); the exit code of its runs."""
+    """Run the demo in `runs/demo` (`--run-dir DIR` for another place); the exit code of its runs.
+
+    `--engine vllm` samples with vLLM, if it is installed.
+    """
     from arriero.launchers.cli import main
 
-    run_dir = _run_dir(args)
+    run_dir, engine = _options(args)
     began = time.monotonic()
     data, supervised = run_dir.with_name(run_dir.name + "-data"), run_dir.with_name(run_dir.name + "-sft")
     write_data(data)
     write_tiny_llama(data / "model", characters=string.ascii_lowercase + "=")
-    for command in (sft_command(data, supervised), aipo_command(data, supervised, run_dir)):
+    for command in (sft_command(data, supervised), aipo_command(data, supervised, run_dir, engine)):
         print("$ arriero " + " ".join(command), flush=True)
         if (code := main(command)) != 0:
             return code
@@ -55,12 +58,12 @@ def sft_command(data: Path, run_dir: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def aipo_command(data: Path, supervised: Path, run_dir: Path) -> list[str]:
+def aipo_command(data: Path, supervised: Path, run_dir: Path, engine: str = "transformers") -> list[str]:
     return [
         "run", "aipo", "--model", str(supervised / "model"), "--data", str(data / "train.jsonl"),
         "--data.eval-path", str(data / "held_out.jsonl"), "--sampling.max-new-tokens", "6",
         "--steps", "60", "--staleness", "1", "--groups-per-step", "32", "--samples", "8",
-        "--optimizer.lr", "5e-4", "--run-dir", str(run_dir), "--overwrite",
+        "--optimizer.lr", "5e-4", "--engine", engine, "--run-dir", str(run_dir), "--overwrite",
     ]  # fmt: skip
 
 
@@ -90,14 +93,13 @@ def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _run_dir(args: list[str]) -> Path:
-    match args:
-        case []:
-            return Path("runs/demo")
-        case ["--run-dir", path]:
-            return Path(path)
-        case ["--help" | "-h"]:
-            print("usage: arriero demo [--run-dir DIR]    (runs/demo)")
-            sys.exit(0)
-        case _:
-            raise UserError(f"demo takes --run-dir DIR only, got {' '.join(args)}")
+def _options(args: list[str]) -> tuple[Path, str]:
+    """The run directory and the engine."""
+    chosen = {"--run-dir": "runs/demo", "--engine": "transformers"}
+    if args in (["--help"], ["-h"]):
+        print("usage: arriero demo [--run-dir DIR] [--engine NAME]    (runs/demo, transformers)")
+        sys.exit(0)
+    if len(args) % 2 or not set(args[::2]) <= chosen.keys():
+        raise UserError(f"demo takes --run-dir DIR and --engine NAME only, got {' '.join(args)}")
+    chosen |= dict(zip(args[::2], args[1::2], strict=True))
+    return Path(chosen["--run-dir"]), chosen["--engine"]
