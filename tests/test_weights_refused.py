@@ -19,7 +19,7 @@ from arriero.schemas.weights import WeightManifest, cells_fingerprint
 from tests.weight_models import like, model
 
 torch.set_num_threads(1)
-DATA_AT = 69632  # first slot in the file: a header of 128 + 128 * 64 words, at a page boundary
+DATA_AT = 69632  # first slot in the file: a header of 320 + 128 * 64 words, at a page boundary
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """A file in /dev/shm with a header, a lease table and the slots, mapped by a sender and its receivers.
 
     words 0-7      magic, slots, bytes of a slot, segment id (2), digest of the plan (2), newest slot + 1
-    word 72        bytes of the plan
-    words 8-71     8 slots x (sequence, version, closed, fingerprint (2))
-    words 128-     128 receivers x (leased slot + 1, version, since, pid, length of the name, name (11),
+    words 8-263    32 slots x (sequence, version, closed, fingerprint (2))
+    word 264       bytes of the plan
+    words 320-     128 receivers x (leased slot + 1, version, since, pid, length of the name, name (11),
                    joined, last version tried + 1, length of the error, error (45))
     then           the slots, each at a page boundary, and the plan that the senders pack by
 
@@ -35,11 +35,11 @@ from arriero.engine.weights.locks import is_locked, try_lock
 from arriero.engine.weights.transport import Outcome
 
 FOLDER = Path("/dev/shm")
-MAX_SLOTS, MAX_RECEIVERS, MAX_NAME_BYTES = 8, 128, 88
-_MAGIC = int.from_bytes(b"arrwght3", sys.byteorder)
+MAX_SLOTS, MAX_RECEIVERS, MAX_NAME_BYTES = 32, 128, 88
+_MAGIC = int.from_bytes(b"arrwght4", sys.byteorder)
 _NUM_SLOTS, _SLOT_BYTES, _ID, _LAYOUT, _NEWEST = 1, 2, 3, 5, 7
-_SLOTS, _SLOT_WORDS, _PLAN_BYTES = 8, 8, 72
-_LEASES, _LEASE_WORDS = 128, 64
+_SLOTS, _SLOT_WORDS, _PLAN_BYTES = 8, 8, 264
+_LEASES, _LEASE_WORDS = 320, 64
 _JOINED, _TRIED, _ERROR, _ERROR_BYTES = 16, 17, 18, 8 * 45  # words of an entry
 _HEADER_BYTES = -(-(_LEASES + MAX_RECEIVERS * _LEASE_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 _OWNER_BYTE = 0
