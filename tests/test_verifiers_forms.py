@@ -135,6 +135,12 @@ INSTRUCTED: list[tuple[str, dict[str, Any], str, str]] = [
         "A b. C d!",
         "Dr. No is.",
     ),
+    (
+        "language:response_language",
+        {"language": "fr"},
+        "Bonjour, je m'appelle Pierre et j'habite en France.",
+        "Good morning, my name is Peter and I live in France.",
+    ),
     ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "don't go", "do not go"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
     (
@@ -215,8 +221,8 @@ def test_a_row_whose_instructions_cannot_be_checked_is_set_aside() -> None:
     def why(**row: Any) -> str:
         return Constraints().unscorable(Prompt(text="?", metadata=row, row=2))
 
-    assert why(instruction_id_list=["language:response_language"], kwargs=[{}]) == (
-        "row 2: instruction 'language:response_language' isn't known here"
+    assert why(instruction_id_list=["language:response_tongue"], kwargs=[{}]) == (
+        "row 2: instruction 'language:response_tongue' isn't known here"
     )
     assert "no lists of one length" in why(instruction_id_list=["punctuation:no_comma"], kwargs=[])
     assert "no instructions" in why()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Annotated, Literal, TypeAlias
 
@@ -65,6 +65,11 @@ class WeightedSum(RolloutReward):
 
     def opened(self) -> AbstractAsyncContextManager[Scorer]:
         return _opened(self.terms)
+
+    def remarks(self) -> Iterable[str]:
+        for term in self.terms:
+            if isinstance(term.reward, Function):
+                yield from term.reward.remarks()
 
     def screens(self) -> Sequence[RolloutReward]:
         return [part for t in self.terms for part in t.reward.screens()]

@@ -93,6 +93,13 @@ class HasProblems(Protocol):
     def problems(self, view: GraphView) -> Iterable[str]: ...
 
 
+@runtime_checkable
+class HasRemarks(Protocol):
+    """A component with something to say about its configuration that isn't a mistake."""
+
+    def remarks(self) -> Iterable[str]: ...
+
+
 class PerRecord(ABC, Generic[A, B]):
     """A component that is one function of one record: `apply`, sync or async.
 

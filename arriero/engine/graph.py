@@ -25,6 +25,7 @@ from arriero.engine.component import (
     HasLimit,
     HasProblems,
     HasRates,
+    HasRemarks,
     HasWant,
     PerRecord,
     PutsBack,
@@ -40,7 +41,7 @@ from arriero.schemas.messages import Record
 
 __all__ = [
     "Component", "Each", "Evaluation", "Graph", "GraphView", "HasEvaluation", "HasLimit", "HasProblems",
-    "HasRates", "HasWant", "Node", "PerRecord", "PutsBack", "Rates", "each", "ports",
+    "HasRates", "HasRemarks", "HasWant", "Node", "PerRecord", "PutsBack", "Rates", "each", "ports",
 ]  # fmt: skip
 
 P = ParamSpec("P")

@@ -112,11 +112,17 @@ def _pipeline(command: str, args: list[str]) -> Pipeline:
 
 
 def _prepare(pipeline: Pipeline, args: list[str], base: Sequence[Assignment] = ()) -> Ready:
+    from arriero.engine.graph import HasRemarks
     from arriero.launchers import catalog
     from arriero.launchers.options import Arguments, resolve_command
 
     options, config, sources = resolve_command(pipeline.config_type, Arguments, args, base)
-    spec = catalog.build(pipeline, config).check()
+    graph = catalog.build(pipeline, config)
+    spec = graph.check()
+    for node in graph.nodes.values() if not options.quiet else ():
+        if isinstance(node.component, HasRemarks):
+            for remark in node.component.remarks():
+                print(f"arriero: note: {node.name}: {remark}", file=sys.stderr)
     return Ready(pipeline=pipeline, options=options, config=config, sources=sources, spec=spec)
 
 

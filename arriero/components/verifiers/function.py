@@ -74,6 +74,14 @@ class Function(Isolated):
     def canaries(self) -> Sequence[Canary]:
         return canaries_of(self.known)
 
+    def remarks(self) -> Iterable[str]:
+        """That nothing shows what the function does."""
+        if not self.known:
+            yield (
+                f"reward {self.label} isn't tried before the run: it has no known answers; give at least one: "
+                """--reward.known '[{"prompt": "1+1?", "answer": "2", "right": "2", "wrong": "3"}]'"""
+            )
+
     def problems(self, view: GraphView) -> Iterable[str]:
         """A function that a worker can't import."""
         if self.isolate and import_path(self.function).startswith("__main__:"):

@@ -1,14 +1,13 @@
-"""The checks of `Constraints`: pure functions of a text and arguments, by IFEval's ids (arXiv:2311.07911).
-
-Left out is `language:response_language`, which needs a classifier: rows with it are set aside.
-"""
+"""The checks of `Constraints`: pure functions of a text and arguments, by IFEval's ids (arXiv:2311.07911)."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from functools import cache
+from typing import Any, TypeAlias
 
 from pydantic import JsonValue
 
@@ -21,27 +20,27 @@ class Given:
     """The arguments of one instruction. Reading a missing one raises Refused: there are no defaults."""
 
     def __init__(self, id: str, values: Mapping[str, JsonValue]) -> None:
-        self._id, self._values = id, values
+        self.id, self._values = id, values
 
     def number(self, name: str) -> int:
         """A count."""
         value = self._values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-            raise Refused(f"{self._id}: {name} is {value!r}; a whole number is needed")
+            raise Refused(f"{self.id}: {name} is {value!r}; a whole number is needed")
         return int(value)
 
     def text(self, name: str) -> str:
         """A text that isn't empty."""
         value = self._values.get(name)
         if not isinstance(value, str) or not value.strip():
-            raise Refused(f"{self._id}: {name} is {value!r}; text is needed")
+            raise Refused(f"{self.id}: {name} is {value!r}; text is needed")
         return value
 
     def texts(self, name: str) -> list[str]:
         """At least one text."""
         value = self._values.get(name)
         if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
-            raise Refused(f"{self._id}: {name} is {value!r}; a list of texts is needed")
+            raise Refused(f"{self.id}: {name} is {value!r}; a list of texts is needed")
         return [str(v) for v in value]
 
     def holds(self, count: int, number: str, relation: str) -> bool:
@@ -55,9 +54,34 @@ class Given:
             case "at most":
                 return count <= want
             case other:
-                raise Refused(
-                    f"{self._id}: {relation} is {other!r}; at least, at most or less than is needed"
-                )
+                raise Refused(f"{self.id}: {relation} is {other!r}; at least, at most or less than is needed")
+
+
+@cache
+def _detector() -> Any:
+    """langdetect's factory with its profiles; it draws the same numbers every time. Raises Refused."""
+    try:
+        library: Any = importlib.import_module("langdetect.detector_factory")
+    except ImportError as error:
+        raise Refused(
+            "language:response_language needs langdetect; pip install 'arriero[verifiers]'"
+        ) from error
+    library.DetectorFactory.seed = 0  # it samples pieces of the text
+    library.init_factory()
+    return library._factory
+
+
+def _language(text: str, given: Given) -> bool:
+    factory, want = _detector(), given.text("language")
+    if want not in factory.get_lang_list():
+        raise Refused(f"{given.id}: language is {want!r}; known are {', '.join(factory.get_lang_list())}")
+    detector = factory.create()
+    detector.append(text)
+    try:
+        found: str = detector.detect()
+    except Exception:  # noqa: BLE001  # a text without letters has no language
+        return False
+    return found == want
 
 
 Check: TypeAlias = Callable[[str, Given], bool]
@@ -172,5 +196,6 @@ INSTRUCTIONS: Mapping[str, Check] = {
     ),
     "change_case:english_capital": lambda t, _: t.isupper(),
     "change_case:english_lowercase": lambda t, _: t.islower(),
+    "language:response_language": _language,
     "punctuation:no_comma": lambda t, _: "," not in t,
 }

@@ -14,7 +14,7 @@ from typing import cast
 
 from arriero.engine.portable import to_json
 
-_LIBRARIES = ("math-verify", "latex2sympy2-extended", "sympy", "jsonschema", "reasoning-gym")
+_LIBRARIES = ("math-verify", "latex2sympy2-extended", "sympy", "jsonschema", "langdetect", "reasoning-gym")
 _HERE = Path(__file__).parent
 
 
