@@ -78,7 +78,7 @@ class Function(Isolated):
         """That nothing shows what the function does."""
         if not self.known:
             yield (
-                f"reward {self.label} isn't tried before the run: it has no known answers; give at least one: "
+                f"reward {self.label} isn't tried before the run: it has no known answers; give one: "
                 """--reward.known '[{"prompt": "1+1?", "answer": "2", "right": "2", "wrong": "3"}]'"""
             )
 
