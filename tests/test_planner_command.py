@@ -10,7 +10,7 @@ import pytest
 
 from arriero.components.recorded import RecordedRollouts
 from arriero.engine.errors import UserError
-from arriero.engine.planner.calibrate import advice, attained, calibrate, corrected, expected
+from arriero.engine.planner.calibrate import advice, attained, calibrate, corrected, expected, one_more
 from arriero.engine.planner.costs import Layout, TrainWork, train_step
 from arriero.engine.planner.hardware import hardware
 from arriero.engine.planner.models import model
@@ -124,7 +124,9 @@ def test_a_run_is_predicted_from_its_own_times(run_dir: Path, capsys: pytest.Cap
     # Messages and a busy machine take time that no component counts.
     assert predicted < found.step_s * 1.1
     assert plan_command(["--from", str(run_dir)]) == 0
-    assert "measured" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "measured" in out
+    assert "one more   generator" in out
 
 
 def test_the_summary_of_a_run_has_prediction_and_bound_beside_its_measured_step(run_dir: Path) -> None:
@@ -160,6 +162,15 @@ def test_a_synchronous_run_is_told_to_overlap(run_dir: Path, capsys: pytest.Capt
     )  # four prompts, two replicas
     assert main(["plan", f"--from={run_dir}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["advice"][0]["change"] == first.change
+
+
+def test_one_more_on_each_side_is_simulated(run_dir: Path) -> None:
+    """Four prompts on three generators still take two rounds; half the training time comes off in full."""
+    found = calibration_of(run_dir)
+    worth, now = one_more(found), found.predicted().step_s()
+    assert worth.keys() == {"generator", "reward", "trainer"}
+    assert worth["generator"].step_s == pytest.approx(now, rel=0.01)
+    assert worth["trainer"].step_s == pytest.approx(now - found.times["trainer"].mean / 2, rel=0.01)
 
 
 def test_a_directory_that_is_no_run_and_a_run_too_short_are_refused(run_dir: Path, tmp_path: Path) -> None:

@@ -159,15 +159,17 @@ def calibration_of(path: Path) -> Calibration:
 
 def run_text(c: Calibration) -> str:
     """Measured against predicted, what holds the run up, and what would change it."""
-    from arriero.engine.planner.calibrate import advice
+    from arriero.engine.planner.calibrate import advice, one_more
 
     trace, least = c.predicted(), c.bound()
     predicted = trace.step_s()
+    worth = ", ".join(f"{n} {a.step_s / predicted - 1:+.0%}" for n, a in one_more(c).items())
     busy = ", ".join(f"{n} {t.mean:.3g} s" for n, t in c.times.items() if t.mean > 0.001 * c.step_s)
     lines = [
         f"measured   {c.step_s:.4g} s a step over {c.versions} versions",
         f"predicted  {predicted:.4g} s ({predicted / c.step_s - 1:+.1%}), simulated from {busy or 'nothing'}",
         f"bound      {least.seconds:.4g} s: {' -> '.join(least.nodes)}",
+        f"one more   {worth or 'of nothing'}",
         trace.table(),
     ]
     if c.step_s > 1.1 * predicted:
@@ -178,11 +180,12 @@ def run_text(c: Calibration) -> str:
 
 
 def _run_json(c: Calibration) -> dict[str, object]:
-    from arriero.engine.planner.calibrate import advice
+    from arriero.engine.planner.calibrate import advice, one_more
 
     trace, least = c.predicted(), c.bound()
     return {
         "measured_step_s": c.step_s, "predicted_step_s": trace.step_s(), "bound_s": least.seconds,
         "bound_cycle": list(least.nodes), "seconds": {n: t.mean for n, t in c.times.items()},
-        "idle": trace.idle_share(), "advice": [asdict(a) for a in advice(c)],
+        "idle": trace.idle_share(), "one_more": {n: asdict(a) for n, a in one_more(c).items()},
+        "advice": [asdict(a) for a in advice(c)],
     }  # fmt: skip

@@ -8,7 +8,7 @@ same rate.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import cast
@@ -107,28 +107,36 @@ def calibrate(
 def advice(c: Calibration) -> list[Advice]:
     """Changes that are simulated to make the step at least 3 % shorter, the best first."""
     now = c.predicted().step_s()
-    found: list[Advice] = []
-    least: dict[str, float] = {}  # what the milder change of the same kind reaches
-    for kind, spec, change in _changes(c.spec):
-        step = simulate(spec, c.scenario()).step_s()
-        if step < _WORTH * least.get(kind, now):
-            found.append(Advice(change, step))
-        least[kind] = min(step, least.get(kind, now))
+    found = [a for a in one_more(c).values() if a.step_s < _WORTH * now]
+    for loop in c.spec.loops:
+        least = now  # what a milder bound reaches
+        for more in (1, 2, 4):
+            if more > loop.staleness:
+                step = simulate(with_staleness(c.spec, loop.name, more), c.scenario()).step_s()
+                if step < _WORTH * least:
+                    found.append(Advice(f"staleness {more} instead of {loop.staleness}", step))
+                least = min(step, least)
     return sorted(found, key=lambda a: a.step_s)
 
 
-def _changes(spec: GraphSpec) -> Iterable[tuple[str, GraphSpec, str]]:
-    """Kind of change, the changed graph and the change in words; milder changes of a kind first."""
-    for loop in spec.loops:
-        for more in (1, 2, 4):
-            if more > loop.staleness:
-                words = f"staleness {more} instead of {loop.staleness}"
-                yield loop.name, with_staleness(spec, loop.name, more), words
-    for n in spec.nodes:
-        alone = any(loop.producer == n.name for loop in spec.loops) or any(i.consumes > 1 for i in n.inputs)
-        if n.inputs and n.ranks == 1 and not alone:
+def one_more(c: Calibration) -> dict[str, Advice]:
+    """By node: what one more replica on devices of its own makes of the step.
+
+    What closes a loop has no replicas: one more rank is taken to divide its time, as if it scaled perfectly.
+    Sources, and nodes that gather records, can't be more than one.
+    """
+    found: dict[str, Advice] = {}
+    for n in c.spec.nodes:
+        if any(loop.producer == n.name for loop in c.spec.loops):
+            shorter = Fixed(c.times[n.name].mean * n.ranks / (n.ranks + 1))
+            scenario = replace(c.scenario(), times={**c.times, n.name: shorter})
+            words = f"{n.ranks + 1} ranks of {n.name}, if it scales"
+            found[n.name] = Advice(words, simulate(c.spec, scenario).step_s())
+        elif n.inputs and n.ranks == 1 and not any(i.consumes > 1 for i in n.inputs):
             words = f"{n.replicas + 1} replicas of {n.name}, on devices of their own"
-            yield n.name, with_replicas(spec, n.name, n.replicas + 1), words
+            spec = with_replicas(c.spec, n.name, n.replicas + 1)
+            found[n.name] = Advice(words, simulate(spec, c.scenario()).step_s())
+    return found
 
 
 def with_staleness(spec: GraphSpec, loop: str, staleness: int) -> GraphSpec:
