@@ -29,8 +29,11 @@ from arriero.components.losses import (
     DecoupledPPO,
     ImportanceWeight,
     Loss,
+    OffPolicyMask,
+    Reinforce,
     kl_estimate,
     kl_penalty,
+    of_mean_one,
     sequence_weights,
     value_loss,
     vmpo_loss,
@@ -252,12 +255,26 @@ def test_vmpo_is_that_of_rlax() -> None:
     assert warmth.item() == pytest.approx(c.number("grad_mean_loss_wrt_temperature"), abs=1e-9)
 
 
-# Weights divided by their mean over what happens to be together depend on how the batch is cut; and masking
-# of whole sequences by their divergence where the advantage is negative isn't offered.
-NOT_OURS = {"tis_verl_token_batchnorm", "opsm_slime"}
+def test_weights_of_mean_one_are_those_of_verl() -> None:
+    c = oracle("tis_verl_token_batchnorm")
+    mask_SL = np.array(c.matrix("mask")) > 0
+    log_ratio_T = of_case(c, "log_ratio_train_over_rollout", mask_SL)
+    weight_T = of_mean_one(ImportanceWeight()(log_ratio_T, packed(c, mask_SL, behaviour="")))
+    np.testing.assert_allclose(weight_T, np.array(c.matrix("weights"))[mask_SL], atol=1e-6)
 
 
-def test_every_case_is_tested_or_named_as_not_ours() -> None:
+def test_masked_sequences_are_those_of_slime() -> None:
+    c = oracle("opsm_slime")
+    mask_SL = np.array(c.matrix("mask")) > 0
+    loss = OffPolicyMask(loss=Reinforce(), delta=0.05)
+    assert not loss.masked(of_case(c, "logp", mask_SL), packed(c, mask_SL)).any()
+    # The other way round the sequences are 0.0375 and 0.3 nats from who sampled them; one token of the second
+    # has a negative advantage.
+    masked_T = loss.masked(of_case(c, "old_logp", mask_SL), packed(c, mask_SL, behaviour="logp"))
+    assert masked_T.tolist() == [False] * 5 + [True, False]
+
+
+def test_every_case_is_tested() -> None:
     tested = "".join(
         Path(__file__).with_name(f"test_{n}.py").read_text() for n in ("loss_oracles", "advantages")
     )

@@ -2,8 +2,8 @@
 
 As components' configuration, per trained token: AIPO, ImportanceWeighted (TIS, MIS, IcePop), CISPO,
 ClippedPolicyGradient (PPO, GRPO, DAPO), DecoupledPPO, GSPO, GMPO, DPPO, M2PO, SAPO, DRO, Reinforce, AWR,
-CrossEntropy, DPO, OnPolicyDistillation; around one of them: WithKL, WithEntropy; from a function: Custom.
-As functions: the rest.
+CrossEntropy, DPO, KTO, OnPolicyDistillation; around one of them: WithKL, WithEntropy, OffPolicyMask; from a
+function: Custom. As functions: the rest.
 """
 
 from arriero.components.losses.aggregation import Aggregation, sequence_weights
@@ -15,11 +15,18 @@ from arriero.components.losses.distillation import (
     jensen_shannon,
     reverse_kl,
 )
-from arriero.components.losses.importance import AIPO, CISPO, ImportanceWeight, ImportanceWeighted
+from arriero.components.losses.importance import (
+    AIPO,
+    CISPO,
+    ImportanceWeight,
+    ImportanceWeighted,
+    of_mean_one,
+)
 from arriero.components.losses.likelihood import AWR, CrossEntropy, Reinforce
 from arriero.components.losses.loss import Facts, Loss, Need, facts
+from arriero.components.losses.masking import OffPolicyMask
 from arriero.components.losses.penalty import WithEntropy, WithKL, kl_estimate, kl_penalty
-from arriero.components.losses.preference import DPO, bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
+from arriero.components.losses.preference import DPO, KTO, bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
 from arriero.components.losses.sequence import GMPO, GSPO
 from arriero.components.losses.trust_region import DPPO, DRO, M2PO, SAPO
 from arriero.components.losses.value import value_loss
@@ -34,6 +41,7 @@ __all__ = [
     "DRO",
     "GMPO",
     "GSPO",
+    "KTO",
     "M2PO",
     "SAPO",
     "Aggregation",
@@ -46,6 +54,7 @@ __all__ = [
     "ImportanceWeighted",
     "Loss",
     "Need",
+    "OffPolicyMask",
     "OnPolicyDistillation",
     "Reinforce",
     "VMPOLoss",
@@ -60,6 +69,7 @@ __all__ = [
     "kl_estimate",
     "kl_penalty",
     "kto_loss",
+    "of_mean_one",
     "reverse_kl",
     "sequence_weights",
     "value_loss",

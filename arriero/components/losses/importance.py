@@ -83,6 +83,15 @@ class ImportanceWeight:
         return per_sequence.spread(reduce(log_ratio_T))
 
 
+def of_mean_one(weight_T: Tensor) -> Tensor:
+    """`weight_T` [T] divided by its mean: self-normalised weights, of less variance and biased.
+
+    For all tokens of a step at once. No loss has it as an option: within a micro-batch the mean would be
+    another one, and the result would depend on how the batch is cut.
+    """
+    return weight_T / weight_T.mean()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImportanceWeighted:
     """`-w * A * log pi`, with w the limited ratio of policy to behaviour: TIS, MIS or IcePop by `weight`.

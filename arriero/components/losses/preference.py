@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from arriero.components.losses.loss import Need, PerSequence, Unclipped, full_precision, reference
@@ -100,6 +100,36 @@ class DPO(Unclipped):
             return log_ratio_T
         per_sequence = PerSequence(tokens.sequence_T)
         return log_ratio_T / per_sequence.spread(per_sequence.counts_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTO(Unclipped):
+    """The preference loss of single responses: liked where the advantage is > 0, disliked where it is < 0.
+
+    Every token has the loss of its sequence, so `sequence_mean` is the right aggregation. `kl` is the point
+    from which gains and losses are counted, in nats of log(pi/ref); the paper estimates it from the batch,
+    which would make a sequence's loss depend on its neighbours. `liked` and `disliked` weigh the two kinds.
+    Source: arXiv:2402.01306.
+    """
+
+    beta: PositiveFloat = 0.1
+    kl: NonNegativeFloat = 0.0
+    liked: PositiveFloat = 1.0
+    disliked: PositiveFloat = 1.0
+    needs_behaviour: ClassVar[bool] = False
+    ratio_control: ClassVar[bool] = True
+    needs: ClassVar[frozenset[Need]] = frozenset({"reference"})
+    policy_gradient: ClassVar[bool] = False
+
+    def __call__(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+        full_precision(logprobs_T)
+        per_sequence = PerSequence(tokens.sequence_T)
+        sign_S = per_sequence.mean(tokens.advantages_T.sign())
+        loss_S = kto_loss(
+            per_sequence.sum(logprobs_T - reference(tokens)), sign_S > 0,
+            kl=self.kl, beta=self.beta, liked=self.liked, disliked=self.disliked,
+        )  # fmt: skip
+        return per_sequence.spread(loss_S.where(sign_S != 0, 0.0))
 
 
 def _log_sigmoid(x: Tensor) -> Tensor:
