@@ -54,6 +54,21 @@ def test_a_version_is_used_only_after_the_switch_and_tied_parameters_stay_tied(u
     receiver.close()
 
 
+def test_two_names_of_one_parameter_share_their_memory_after_every_switch(url: str) -> None:
+    trainer, generator = Tied(), Tied()
+    sender, receiver = WeightSender(url, dict(trainer.named_parameters())), WeightReceiver("generator-0")
+    standby = Standby(receiver, generator.state_dict(keep_vars=True))  # both names
+    for version in range(3):
+        with torch.no_grad():
+            trainer.embed.weight.add_(1)
+        standby.prepare(sender.publish(version, dict(trainer.named_parameters())))
+        standby.switch()
+        assert torch.equal(generator.head.weight, trainer.embed.weight)
+        assert generator.head.weight.data_ptr() == generator.embed.weight.data_ptr()
+    sender.close()
+    receiver.close()
+
+
 def test_a_version_that_fails_its_verification_leaves_the_one_in_use_alone(url: str) -> None:
     weights, used = {"w": torch.ones(1000)}, {"w": torch.zeros(1000)}
     sender = WeightSender(url, weights)

@@ -22,6 +22,7 @@ from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCac
 from arriero.components.sampling import Sampling
 from arriero.components.stragglers import Stragglers
 from arriero.components.vllm_options import VLLMOptions
+from arriero.components.weight_intake import WeightIntake
 from arriero.engine.backlog import NO_BACKLOG, Backlog
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import Context, current
@@ -43,7 +44,8 @@ class Generator:
 
     `engine` decodes; `vllm` is for the engine of that name only. `kv_cache`: whether running requests keep
     the keys and values of older weights or compute them again when new ones come. `precision`: of the
-    engine's weights; the trainer's are cast to it as they arrive.
+    engine's weights; the trainer's are cast to it as they arrive. `standby`: new weights arrive beside those
+    in use while decoding goes on, which takes their memory once more.
     """
 
     model: str
@@ -57,6 +59,7 @@ class Generator:
     vllm: VLLMOptions = field(default_factory=VLLMOptions)
     kv_cache: KVCache = "keep"
     precision: EnginePrecision = "float32"
+    standby: bool = False
     stragglers: Stragglers = field(default_factory=Stragglers)
     computes: ClassVar[bool] = True
 
@@ -74,6 +77,8 @@ class Generator:
         yield from [] if unloadable else self.chat.problems(self.model)
         if self.engine == "vllm":
             yield from self.vllm.problems(self.sampling)
+            if self.standby:
+                yield "engine=vllm doesn't read standby; leave it out"
         elif self.vllm != VLLMOptions():
             yield f"engine={self.engine} doesn't read {self.vllm}; set engine=vllm or leave these out"
         if self.slots < self.samples:
@@ -98,15 +103,17 @@ class Generator:
             await backlog.refuse_prompts()
         with ComputeThread("generator") as compute:
             work = await compute(self._load, context)
+            intake = WeightIntake(weights, work, compute, standby=self.standby)
             try:
-                await compute(work.load, await _newer(weights))
+                await intake.reach(0)
                 decode = self._one_by_one if context.deterministic else self._continuously
-                async for out in decode(queue, weights, backlog, work, compute):
+                async for out in decode(queue, intake, backlog, work, compute):
                     if not isinstance(out, Continuation):
                         yield out
                     elif not await backlog.put(out) and (refused := work.add(out)) is not None:
                         yield refused
             finally:
+                await intake.close()
                 await compute(work.close)
 
     def _load(self, context: Context) -> GroupDecoding:
@@ -118,19 +125,17 @@ class Generator:
     async def _continuously(
         self,
         queue: PromptQueue,
-        weights: Stream[Weights],
+        intake: WeightIntake,
         backlog: Backlog,
         work: GroupDecoding,
         compute: ComputeThread,
     ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
         while True:
-            if (newer := weights.poll()) is not None:
-                await compute(work.load, newer)
+            await intake.follow()
             while (record := queue.next(work.room)) is not None:
                 if queue.to_tail(record) and await backlog.put(Continuation(prompt=prompt_of(record))):
                     continue
-                while work.version < prompt_of(record).min_version:
-                    await compute(work.load, await _newer(weights))
+                await intake.reach(prompt_of(record).min_version)
                 if (refused := work.add(record)) is not None:
                     yield refused
             if work.idle:
@@ -143,25 +148,16 @@ class Generator:
     async def _one_by_one(
         self,
         queue: PromptQueue,
-        weights: Stream[Weights],
+        intake: WeightIntake,
         backlog: Backlog,
         work: GroupDecoding,
         compute: ComputeThread,
     ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
         while await queue.wait():
             while (record := queue.next(work.room)) is not None:
-                version = prompt_of(record).min_version
-                if work.version != version:
-                    await compute(work.load, await weights.at(version))
+                await intake.use(prompt_of(record).min_version)
                 if (refused := work.add(record)) is not None:
                     yield refused
                 while not work.idle:
                     for out in await compute(work.step):
                         yield out
-
-
-async def _newer(weights: Stream[Weights]) -> Weights:
-    """The next version, waited for."""
-    if (newer := await weights.next()) is None:
-        raise RuntimeError("the loop of the weights ended while prompts still come")
-    return newer

@@ -23,6 +23,7 @@ from arriero.schemas.messages import Dropped, Prompt, Rollout, RolloutGroup, Wei
 
 if TYPE_CHECKING:
     from arriero.components.generator import Generator
+    from arriero.schemas.weights import WeightManifest
 
 _BARREN = 16  # groups in a row without a usable rollout that end the run
 _NOTHING = Response(
@@ -103,15 +104,14 @@ class GroupDecoding:
     def idle(self) -> bool:
         return not self._open
 
+    def prepare(self, weights: Weights) -> None:
+        """Receive a version beside the one in use; may run in another thread."""
+        self._engine.prepare(_published(weights))
+
     def load(self, weights: Weights) -> None:
         """Take a version; running requests go on with it."""
-        if weights.version == self.version:
-            return
-        if weights.manifest is None:
-            raise ValueError(
-                f"version {weights.version} came without a manifest; its producer must publish weights"
-            )
-        self._engine.take(weights.manifest)
+        if weights.version != self.version:
+            self._engine.take(_published(weights))
 
     def add(self, record: Prompt | Continuation) -> Dropped | None:
         """Start the rollouts of a prompt or go on with them, or say why not.
@@ -248,3 +248,11 @@ class GroupDecoding:
 
 def _came(record: Prompt | Continuation) -> Continuation:
     return record if isinstance(record, Continuation) else Continuation(prompt=record)
+
+
+def _published(weights: Weights) -> WeightManifest:
+    if weights.manifest is None:
+        raise ValueError(
+            f"version {weights.version} came without a manifest; its producer must publish weights"
+        )
+    return weights.manifest

@@ -130,6 +130,13 @@ class RolloutEngine(Protocol):
         """One token for every running request; gives the requests that ended."""
         ...
 
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Receive a version beside the one in use; may run in another thread, while the engine steps.
+
+        What isn't prepared `take` receives itself, as engines do that know no second set of weights.
+        """
+        ...
+
     def take(self, manifest: WeightManifest) -> None:
         """Put a published version in use, verified; running requests go on with it, cached prompts don't.
 

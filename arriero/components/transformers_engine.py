@@ -11,7 +11,7 @@ import torch
 
 from arriero.components.decoding import DecodeEngine
 from arriero.components.policy import load_model
-from arriero.engine.weights import WeightReceiver
+from arriero.engine.weights import Standby, WeightReceiver
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,11 +40,21 @@ class TransformersEngine(DecodeEngine):
         )
         self.vocabulary: int | None = getattr(model.config, "vocab_size", None)
         self._recompute = config.kv_cache == "recompute"
-        self._into = dict(model.state_dict())
+        self._into: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         self._receiver = WeightReceiver(f"{context.node}-{context.replica}", context.secret)
+        self._standby = Standby(self._receiver, self._into) if config.standby else None
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        if self._standby is not None:
+            self._standby.prepare(manifest)
 
     def take(self, manifest: WeightManifest) -> None:
-        self._receiver.receive(manifest, self._into)
+        if self._standby is None:
+            self._receiver.receive(manifest, self._into)
+        else:
+            if self._standby.ready != manifest.version:
+                self._standby.prepare(manifest)
+            self._standby.switch()
         self.set_version(manifest.version)
         if self._recompute:
             self.recompute()

@@ -93,6 +93,9 @@ class VLLMEngine:
             del self._open[completion.key]
         return done
 
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Nothing: vLLM's own tensors are filled between two steps, by `take`."""
+
     def take(self, manifest: WeightManifest) -> None:
         self._llm.collective_rpc("take_weights", args=(manifest.model_dump_json(),))
         self._llm.set_weight_version(str(manifest.version))

@@ -147,24 +147,30 @@ class Standby:
 
     `prepare` may run in another thread than the model. `switch` only exchanges the memory of each parameter
     (microseconds), so the generator stands still for that long; parameters that something else holds by
-    address, a captured graph for instance, need `receive` into themselves instead.
+    address, a captured graph for instance, need `receive` into themselves instead. Two names of one parameter
+    (tied) stay so.
     """
 
     def __init__(self, receiver: Receives, parameters: Mapping[str, Tensor]) -> None:
         self._receiver, self._parameters = receiver, dict(parameters)
-        self._spare = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        self._ready: int | None = None
+        fresh = {id(p): p.detach().clone() for p in parameters.values()}
+        self._spare = {name: fresh[id(p)] for name, p in parameters.items()}
+        self.ready: int | None = None  # the version that `switch` would put in use
 
     def prepare(self, manifest: WeightManifest) -> None:
         """Receive and verify a version; the parameters in use are not touched, also by an error."""
-        self._ready = None
+        self.ready = None
         self._receiver.receive(manifest, self._spare)
-        self._ready = manifest.version
+        self.ready = manifest.version
 
     def switch(self) -> int:
         """Use the prepared version; its number. AssertionError if `prepare` has not succeeded."""
-        assert self._ready is not None, "prepare a version before each switch"
+        assert self.ready is not None, "prepare a version before each switch"
+        before: dict[int, Tensor] = {}
         for name, parameter in self._parameters.items():
-            parameter.data, self._spare[name] = self._spare[name], parameter.data
-        version, self._ready = self._ready, None
+            if id(parameter) not in before:
+                before[id(parameter)] = parameter.data
+                parameter.data = self._spare[name]
+            self._spare[name] = before[id(parameter)]
+        version, self.ready = self.ready, None
         return version
