@@ -33,6 +33,8 @@ from arriero.components.losses import AIPO
 from arriero.components.optimizer import AdamW
 from arriero.components.packing import Layout, MicroBatch
 from arriero.components.training import TrainState
+from arriero.components.training_options import TrainingOptions
+from arriero.components.training_options import TrainingOptions
 from arriero.schemas.messages import Batch, Sample
 
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared_prefix")
@@ -132,7 +134,7 @@ def main() -> None:
     states = {
         layout: TrainState(
             copy.deepcopy(model), loss=AIPO(rho=2.0), optimizer=optimizer, steps=1000,
-            token_budget=args.budget, layout=layout,
+            token_budget=args.budget, options=TrainingOptions(packing=layout),
         )
         for layout in LAYOUTS
     }  # fmt: skip

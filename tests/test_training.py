@@ -26,6 +26,8 @@ from arriero.components.losses import (
 from arriero.components.optimizer import AdamW
 from arriero.components.packing import Layout, PackedTokens
 from arriero.components.training import TrainState
+from arriero.components.training_options import TrainingOptions
+from arriero.components.training_options import TrainingOptions
 from arriero.schemas.messages import Batch, Sample
 from tests.batches import random_batch, random_sample
 from tests.tiny_models import tiny_llama
@@ -181,7 +183,9 @@ def test_half_precision_parameters_are_refused() -> None:
 def test_computing_in_bfloat16_leaves_losses_and_weights_in_float32() -> None:
     batch = random_batch([9, 14, 5], prompt=3)
     model = tiny_llama(scale=5.0)
-    rough = TrainState(model, loss=AIPO(rho=1.2), optimizer=GENTLE, steps=10, precision="bfloat16")
+    rough = TrainState(
+        model, loss=AIPO(rho=1.2), optimizer=GENTLE, steps=10, options=TrainingOptions(options=TrainingOptions(precision="bfloat16"))
+    )
     exact, close = state_of().step(batch), rough.step(batch)
     assert close["loss"] != exact["loss"]
     assert close["loss"] == pytest.approx(exact["loss"], rel=0.05)
@@ -202,4 +206,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     rising = AdamW(lr=1.0, warmup_steps=4, schedule="cosine", floor=0.1)
     rates = [rising.learning_rate(step, steps=12) for step in (0, 3, 4, 8, 12, 99)]
     assert rates == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1, 0.1])
+    straight = AdamW(lr=1.0, warmup_steps=4, schedule="linear", floor=0.1)
+    rates = [straight.learning_rate(step, steps=12) for step in (3, 4, 6, 8, 12, 99)]
+    assert rates == pytest.approx([1.0, 1.0, 0.775, 0.55, 0.1, 0.1])
     assert AdamW(lr=0.5).learning_rate(7, steps=3) == 0.5

@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from arriero.components.losses import (
 from arriero.components.training import TrainState
 from arriero.schemas.messages import Batch
 from tests.batches import random_batch, random_sample
+from tests.rank_runs import run_ranks
 from tests.tiny_models import tiny_llama
 from tests.training_states import GENTLE, state_of, weights_after
 
@@ -52,9 +51,6 @@ def ranked_states(group: dist.ProcessGroup | None) -> tuple[TrainState, TrainSta
 
 
 def train_on_a_rank(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     state, several = ranked_states(dist.group.WORLD)
     metrics = [s.step(batch) for s in (state, several) for batch in ranked_batches()]
     save_file(weights_after(state), directory / f"{rank}.safetensors")
@@ -65,17 +61,10 @@ def train_on_a_rank(rank: int, directory: Path) -> None:
     except RuntimeError as error:
         refused = str(error)
     (directory / f"{rank}.json").write_text(json.dumps([metrics, refused]))
-    dist.destroy_process_group()
 
 
 def test_two_ranks_end_at_the_weights_of_one(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=train_on_a_rank, args=(rank, tmp_path)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=100)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    run_ranks(train_on_a_rank, tmp_path, ranks=2)
     alone = ranked_states(None)
     expected = [state.step(batch) for state in alone for batch in ranked_batches()]
     for rank in (0, 1):

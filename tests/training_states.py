@@ -17,9 +17,10 @@ from arriero.components.losses import (
     AIPO,
     Loss,
 )
-from arriero.components.optimizer import AdamW
+from arriero.components.optimizer import SGD, AdamW, Muon
 from arriero.components.packing import Layout
 from arriero.components.training import TrainState
+from arriero.components.training_options import TrainingOptions
 from arriero.schemas.messages import Batch, Sample
 from tests.tiny_models import tiny_llama
 
@@ -31,9 +32,10 @@ def state_of(
     model: PreTrainedModel | None = None,
     *,
     loss: Loss | None = None,
-    optimizer: AdamW = GENTLE,
+    optimizer: AdamW | SGD | Muon = GENTLE,
     token_budget: int = 8192,
     layout: Layout = "shared_prefix",
+    options: TrainingOptions | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TrainState:
     return TrainState(
@@ -42,7 +44,7 @@ def state_of(
         optimizer=optimizer,
         steps=10,
         token_budget=token_budget,
-        layout=layout,
+        options=options or TrainingOptions(packing=layout),
         group=group,
     )
 

@@ -1,27 +1,26 @@
-"""AdamW with its learning-rate schedule, as configuration: no torch, so that graph building can read it."""
+"""Optimizers with their learning-rate schedules, as configuration: no torch, so that graphs can read them."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """Rises linearly to `lr` in `warmup_steps`, then stays (constant) or falls to `lr * floor` (cosine).
+class Schedule:
+    """Rises linearly to `lr` in `warmup_steps`, then stays (constant) or falls to `lr * floor`.
 
-    Gradients are scaled down to the global norm `max_grad_norm` if they exceed it; infinity never does.
+    It falls along a straight line (linear) or half a cosine. Gradients are scaled down to the global norm
+    `max_grad_norm` if they exceed it; infinity never does. `weight_decay` is per unit of learning rate.
     """
 
     lr: PositiveFloat = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     warmup_steps: NonNegativeInt = 0
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     floor: float = Field(default=0.0, ge=0, le=1)
     max_grad_norm: PositiveFloat = 1.0
 
@@ -33,4 +32,38 @@ class AdamW:
             return self.lr
         span = max(1, steps - self.warmup_steps)
         progress = min(1.0, (step - self.warmup_steps) / span)
-        return self.lr * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+        left = 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.lr * (self.floor + (1 - self.floor) * left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Schedule):
+    """Adam with decoupled weight decay (arXiv:1711.05101)."""
+
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Schedule):
+    """Stochastic gradient descent; `momentum` 0 keeps no state."""
+
+    kind: Literal["sgd"] = "sgd"
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Schedule):
+    """Orthogonal updates of the matrices in the layers, scaled to AdamW's size; AdamW for everything else.
+
+    Source: K. Jordan, "Muon" (2024); the scale: arXiv:2502.16982.
+    """
+
+    kind: Literal["muon"] = "muon"
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+
+
+Optimizer: TypeAlias = Annotated[AdamW | SGD | Muon, Field(discriminator="kind")]

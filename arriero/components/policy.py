@@ -8,9 +8,10 @@ Shape suffixes: T = trained tokens of a micro-batch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,19 @@ def check_directory(path: Path | str) -> Path:
             f"{directory} is not a model directory: tokenizer.json and tokenizer_config.json are missing"
         )
     return directory
+
+
+def save_description(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write what a model directory holds beside the weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    described: list[Any] = [config, model.generation_config, tokenizer]  # `save_pretrained` is partly untyped
+    for part in described:
+        if part is not None:
+            part.save_pretrained(directory)
 
 
 def sample_logprobs(

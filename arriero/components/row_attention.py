@@ -104,8 +104,9 @@ def register() -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    untyped: tuple[Any, Any] = (AttentionInterface, AttentionMaskInterface)
-    untyped[0].register(NAME, attend)
+    untyped: tuple[Any, Any, Any] = (AttentionInterface, AttentionMaskInterface, torch.compiler)
+    # Its shapes change with every micro-batch: compiled layers leave it as it is.
+    untyped[0].register(NAME, untyped[2].disable(attend))
     untyped[1].register(NAME, sdpa_mask)
     return NAME
 

@@ -1,7 +1,7 @@
 """A step on one batch, on any number of ranks; no runtime, no event loop.
 
     batch (the same on every rank) -> minibatches -> this rank's micro-batches of each
-          -> sum of w_t * l_t, backward -> gradients and measures summed over ranks -> AdamW
+          -> sum of w_t * l_t, backward -> gradients and measures summed over ranks -> optimizer
     all of them, `epochs` times -> version + 1
 
 Shape suffixes: B = rows, L = positions, V = vocabulary, T = trained tokens of a micro-batch.
@@ -18,20 +18,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from arriero.components.adapters import trained
 from arriero.components.descent import Descent
-from arriero.components.forward import PolicyForward
-from arriero.components.head import Head
 from arriero.components.losses import Aggregation, Loss, facts, sequence_weights
 from arriero.components.measures import Measures, over_updates
-from arriero.components.optimizer import AdamW
-from arriero.components.packing import Layout, MicroBatch, check_samples, pack, plan, read
-from arriero.components.policy import load_policy
+from arriero.components.optimizer import SGD, AdamW, Muon
+from arriero.components.packing import MicroBatch, check_samples, pack, plan, read
+from arriero.components.policy import load_policy, save_description
+from arriero.components.preparing import prepared, split
+from arriero.components.sharding import local
+from arriero.components.trained_weights import TrainedWeights
+from arriero.components.training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,9 +42,9 @@ if TYPE_CHECKING:
 
     from arriero.schemas.messages import Batch, Sample
 
-__all__ = ["Precision", "TrainState", "load_policy"]
+__all__ = ["TrainState", "load_policy"]
 
-Precision = Literal["float32", "bfloat16"]
+_DEFAULTS = TrainingOptions()
 
 
 class TrainState:
@@ -49,8 +52,8 @@ class TrainState:
 
     A step takes an update on each of `minibatches` equal parts of the batch, `epochs` times; by default one
     update on the whole. With a process `group` every rank calls `step` with the same batch, trains its share
-    of it and ends with the same weights. Parameters are float32; `precision` is what the forward pass
-    computes in.
+    of it and ends with the same weights, or with its part of them (`options.shards`). Parameters are
+    float32; `options` say what the forward pass computes in, and all else that a step costs.
     """
 
     def __init__(
@@ -59,22 +62,21 @@ class TrainState:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         loss: Loss,
-        optimizer: AdamW,
+        optimizer: AdamW | SGD | Muon,
         steps: int,
         token_budget: int = 8192,
         aggregation: Aggregation = "token_mean",
         horizon: float = 0,
         minibatches: int = 1,
         epochs: int = 1,
-        layout: Layout = "shared_prefix",
-        precision: Precision = "float32",
+        options: TrainingOptions = _DEFAULTS,
         group: dist.ProcessGroup | None = None,
         mismatch_bound: float = 0.5,
     ) -> None:
         half = sorted({str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4})
         if half:
             raise TypeError(
-                f"parameters are {half}: small updates vanish; load float32 and set precision='bfloat16'"
+                f"parameters are {half}: small updates vanish; load float32 and set precision=bfloat16"
             )
         self.model = model
         model.train(False)  # dropout would make the policy another one than the generator's
@@ -82,17 +84,17 @@ class TrainState:
         self.loss = loss
         self.version = 0
         self._facts = facts(loss)
-        self._cut: tuple[int, Layout] = (token_budget, layout)
+        self._token_budget = token_budget
         self._aggregation: tuple[Aggregation, float] = (aggregation, horizon)
         self._updates = (minibatches, epochs)
         self._group = group
         self._mismatch_bound = mismatch_bound
-        half_precision = torch.bfloat16 if precision == "bfloat16" else None
-        self._forward = PolicyForward(
-            model, layout=layout, head=Head(dtype=half_precision), autocast=half_precision
-        )
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._descent = Descent(trained, optimizer, steps=steps, group=group)
+        self.options = options
+        self._forward = prepared(model, options)
+        ranks = 1 if group is None else group.size()
+        shards = split(self._forward, options, ranks=ranks) if options.shards > 1 else None
+        self.weights = TrainedWeights(model, options.average)
+        self._descent = Descent(trained(model), optimizer, steps=steps, group=group, shards=shards)
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Train on `batch` once; measures of the step, the same on every rank.
@@ -125,11 +127,11 @@ class TrainState:
         aggregation, horizon = self._aggregation
         counts = np.array([s.mask.sum() for s in samples], dtype=np.int64)
         weights = sequence_weights(counts, aggregation, horizon=horizon)
-        token_budget, layout = self._cut
+        layout = self.options.packing
         ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
         shares = plan(
             [read(s) for s in samples],
-            token_budget=token_budget,
+            token_budget=self._token_budget,
             ranks=ranks,
             layout=layout,
             together=self._facts.together,
@@ -142,41 +144,46 @@ class TrainState:
         return logprobs_T, entropy_T
 
     def state_dict_for_weights(self) -> dict[str, Tensor]:
-        """Name -> tensor of the policy: what `save` writes, a tensor that several names share once."""
-        tensors: dict[str, Tensor] = {}
-        seen: set[tuple[int, tuple[int, ...]]] = set()
-        named = {name for name, _ in self.model.named_parameters()}  # without second names
-        state: dict[str, Tensor] = self.model.state_dict()
-        for name in sorted(state, key=lambda n: n not in named):
-            tensor = state[name]
-            key = (tensor.data_ptr(), tuple(tensor.shape))
-            if key not in seen:
-                seen.add(key)
-                tensors[name] = tensor
-        return tensors
+        """Name -> tensor of the policy as generators know it, what is published: DTensors of a split one.
+
+        A tensor that several names share comes once. With adapters all ranks call it together.
+        """
+        return self.weights.plain("publish")
 
     def save(self, directory: Path) -> None:
-        """Write safetensors, config and tokenizer as `load_policy` reads them; call it on one rank."""
-        self.model.save_pretrained(directory)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(directory)
+        """Write safetensors, config and tokenizer as `load_policy` reads them; every rank calls it."""
+        first = self._group is None or self._group.rank() == 0
+        self.weights.write(directory, first=first)
+        if first:
+            save_description(self.model, self.tokenizer, directory)
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """Everything `restore` needs to go on bit for bit, as live tensors: weights, moments, version."""
-        tensors = {f"model.{name}": t for name, t in self.state_dict_for_weights().items()}
-        return tensors | self._descent.checkpoint() | {"version": torch.tensor(self.version)}
+        """Everything `restore` needs to go on bit for bit, as live tensors: weights, moments, version.
+
+        Of a split policy they are DTensors, as torch.distributed.checkpoint takes them.
+        """
+        return self._own() | self._descent.checkpoint() | {"version": torch.tensor(self.version)}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `checkpoint` gave; ValueError naming the tensors that are missing."""
-        own = {f"model.{name}" for name in self.state_dict_for_weights()}
-        own |= {"version"} | self._descent.wanted(tensors)
+        mine = self._own()
+        own = mine.keys() | {"version"} | self._descent.wanted(tensors)
         if missing := sorted(own - tensors.keys()):
             raise ValueError(f"the checkpoint lacks {len(missing)} of {len(own)} tensors: {missing[:3]}")
         with torch.no_grad():
-            for name, tensor in self.state_dict_for_weights().items():
-                tensor.copy_(tensors[f"model.{name}"])
+            for name, tensor in mine.items():
+                local(tensor).copy_(local(tensors[name]))
         self._descent.restore(tensors)
         self.version = int(tensors["version"])
+
+    def blank(self, updates: int) -> dict[str, Tensor]:
+        """What `checkpoint` gives after so many updates, to be read into; the weights are the live ones."""
+        return self._own() | self._descent.blank(updates) | {"version": torch.tensor(0)}
+
+    def _own(self) -> dict[str, Tensor]:
+        """The weights and their average."""
+        tensors = {f"model.{name}": t for name, t in self.weights.raw().items()}
+        return tensors | {f"average.{name}": t for name, t in self.weights.average().items()}
 
     def _check(self, batch: Batch) -> None:
         """ValueError for a batch that can't be trained on."""
@@ -206,9 +213,7 @@ class TrainState:
     ) -> dict[str, float]:
         """One optimizer update on all `micros` of all ranks, and its measures."""
         fresh = self.version if first else None
-        measures = Measures(
-            self.model.device, off_policy=off_policy, fresh=fresh, bound=self._mismatch_bound
-        )
+        measures = Measures(self.model.device, off_policy=off_policy, fresh=fresh, bound=self._mismatch_bound)
         self._descent.clear()
         for micro in micros:
             logprobs_T, entropy_T = self.logprobs(micro)
@@ -219,7 +224,9 @@ class TrainState:
                 clipped_T = self.loss.clipped(logprobs_T, micro.tokens)
                 measures.add(loss, logprobs_T, entropy_T, micro.tokens, clipped_T)
         metrics = measures.totals(self._group, digest=digest)
-        return metrics | self._descent.update(metrics["loss"], version=self.version)
+        metrics |= self._descent.update(metrics["loss"], version=self.version)
+        self.weights.updated()
+        return metrics
 
     def _completed(self, micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> MicroBatch:
         """With what the forward pass itself gives to a loss that needs it."""

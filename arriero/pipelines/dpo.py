@@ -9,10 +9,11 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.losses import DPO
-from arriero.components.optimizer import AdamW
+from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.preferences import PreferenceBatch, PreferenceSource
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.trainer import Trainer
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import Graph
 
 
@@ -22,7 +23,7 @@ class DPOConfig:
 
     model: str
     data: PreferenceSource
-    optimizer: AdamW = field(default_factory=AdamW)
+    optimizer: Optimizer = field(default_factory=AdamW)
     beta: PositiveFloat = 0.1
     kind: Literal["sigmoid", "square"] = "sigmoid"
     steps: PositiveInt = 100
@@ -30,6 +31,7 @@ class DPOConfig:
     max_length: PositiveInt = 512
     ranks: PositiveInt = 1
     token_budget: PositiveInt = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
 def dpo(cfg: DPOConfig) -> Graph:
@@ -42,6 +44,7 @@ def dpo(cfg: DPOConfig) -> Graph:
     trainer = Trainer(
         model=cfg.model, loss=DPO(beta=cfg.beta, kind=cfg.kind), steps=cfg.steps, optimizer=cfg.optimizer,
         aggregation="sequence_mean", token_budget=cfg.token_budget,
+        training=cfg.training,
     )  # fmt: skip
     g.add(trainer, ranks=cfg.ranks)(read)
     return g

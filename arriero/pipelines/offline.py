@@ -9,9 +9,10 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
 from arriero.components.losses import AWR
-from arriero.components.optimizer import AdamW
+from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.recorded import RecordedRollouts
 from arriero.components.trainer import Trainer
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import Graph
 
 
@@ -21,13 +22,14 @@ class OfflineConfig:
 
     model: str
     data: RecordedRollouts
-    optimizer: AdamW = field(default_factory=AdamW)
+    optimizer: Optimizer = field(default_factory=AdamW)
     beta: PositiveFloat = 1.0
     max_weight: PositiveFloat = 20.0
     steps: PositiveInt = 100
     groups_per_step: PositiveInt = 32
     ranks: PositiveInt = 1
     token_budget: PositiveInt = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
 def offline(cfg: OfflineConfig) -> Graph:
@@ -39,6 +41,7 @@ def offline(cfg: OfflineConfig) -> Graph:
     trainer = Trainer(
         model=cfg.model, loss=AWR(beta=cfg.beta, max_weight=cfg.max_weight), steps=cfg.steps,
         optimizer=cfg.optimizer, token_budget=cfg.token_budget,
+        training=cfg.training,
     )  # fmt: skip
     g.add(trainer, ranks=cfg.ranks)(batches)
     return g

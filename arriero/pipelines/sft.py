@@ -8,9 +8,10 @@ from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.losses import CrossEntropy
-from arriero.components.optimizer import AdamW
+from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.supervised import ExampleSource, SupervisedBatch
 from arriero.components.trainer import Trainer
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import Graph
 
 
@@ -20,12 +21,13 @@ class SFTConfig:
 
     model: str
     data: ExampleSource
-    optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
+    optimizer: Optimizer = field(default_factory=lambda: AdamW(lr=1e-5))
     steps: PositiveInt = 100
     examples_per_step: PositiveInt = 32
     max_length: PositiveInt = 512
     ranks: PositiveInt = 1
     token_budget: PositiveInt = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
 def sft(cfg: SFTConfig) -> Graph:
@@ -40,6 +42,7 @@ def sft(cfg: SFTConfig) -> Graph:
         steps=cfg.steps,
         optimizer=cfg.optimizer,
         token_budget=cfg.token_budget,
+        training=cfg.training,
     )
     g.add(trainer, ranks=cfg.ranks)(batches)
     return g

@@ -1,0 +1,80 @@
+"""How a trainer computes and what it keeps, as configuration: no torch, so that graphs can read it."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from arriero.components.planning import Layout
+
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class LoRA:
+    """Train a low-rank addition to each of `targets` instead of the weights; `rank` 0 trains the weights.
+
+    The addition is `alpha / rank * B A`, merged into the weights before they are published or saved.
+    `targets` are names of modules, or `all-linear`: every Linear but the head. `seed` draws A; B begins at 0.
+    Source: arXiv:2106.09685. Needs `pip install arriero[lora]`.
+    """
+
+    rank: NonNegativeInt = 0
+    alpha: PositiveFloat = 32.0
+    targets: tuple[str, ...] = ("all-linear",)
+    seed: NonNegativeInt = 0
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Average:
+    """An exponential moving average of the weights: after each update `decay` of it stays; 0 keeps none.
+
+    `used_for`: what takes the average instead of the newest weights. To publish it means to sample with it.
+    """
+
+    decay: float = Field(default=0.0, ge=0, lt=1)
+    used_for: Literal["save", "publish", "both"] = "save"
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class TrainingOptions:
+    """How steps are computed: what costs time and memory, and changes results by rounding at most.
+
+    packing: how sequences lie in memory (`packing` says how). precision: what the forward pass computes in;
+    parameters, gradients' sums and moments are float32. fp32_logits: the head multiplies in float32 even so.
+    logits_mb: how much of the logits is ever there. shards: over how many ranks one copy of the model is
+    split (FSDP); the ranks hold `ranks / shards` copies. recompute: forget the activations of each layer and
+    compute them again in the backward pass. compile: compile each layer with torch.compile.
+    """
+
+    packing: Layout = "shared_prefix"
+    precision: Precision = "float32"
+    fp32_logits: bool = False
+    logits_mb: PositiveInt = 128
+    shards: PositiveInt = 1
+    recompute: bool = False
+    compile: bool = False
+    lora: LoRA = field(default_factory=LoRA)
+    average: Average = field(default_factory=Average)
+
+    def problems(self, *, ranks: int, optimizer: str) -> list[str]:
+        """What can't be together, each with a remedy."""
+        found: list[str] = []
+        if ranks % self.shards:
+            found.append(f"shards={self.shards} doesn't divide ranks={ranks}; every copy needs as many ranks")
+        if self.fp32_logits and self.precision == "float32":
+            found.append("fp32_logits=true says nothing under precision=float32; leave it out")
+        if optimizer == "muon" and self.shards > 1:
+            found.append(f"optimizer=muon needs whole matrices, but shards={self.shards}; use adamw")
+        if optimizer == "muon" and self.lora.rank:
+            found.append(
+                f"optimizer=muon is for whole matrices, not for lora.rank={self.lora.rank}; use adamw"
+            )
+        if not self.average.decay and self.average != Average():
+            found.append(f"average.used_for={self.average.used_for} needs average.decay above 0")
+        if not self.lora.rank and self.lora != LoRA():
+            found.append("lora options need lora.rank above 0")
+        return found
