@@ -34,7 +34,6 @@ from arriero.components.optimizer import AdamW
 from arriero.components.packing import Layout, MicroBatch
 from arriero.components.training import TrainState
 from arriero.components.training_options import TrainingOptions
-from arriero.components.training_options import TrainingOptions
 from arriero.schemas.messages import Batch, Sample
 
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared_prefix")

@@ -27,7 +27,6 @@ from arriero.components.optimizer import AdamW
 from arriero.components.packing import Layout, PackedTokens
 from arriero.components.training import TrainState
 from arriero.components.training_options import TrainingOptions
-from arriero.components.training_options import TrainingOptions
 from arriero.schemas.messages import Batch, Sample
 from tests.batches import random_batch, random_sample
 from tests.tiny_models import tiny_llama
@@ -183,9 +182,8 @@ def test_half_precision_parameters_are_refused() -> None:
 def test_computing_in_bfloat16_leaves_losses_and_weights_in_float32() -> None:
     batch = random_batch([9, 14, 5], prompt=3)
     model = tiny_llama(scale=5.0)
-    rough = TrainState(
-        model, loss=AIPO(rho=1.2), optimizer=GENTLE, steps=10, options=TrainingOptions(options=TrainingOptions(precision="bfloat16"))
-    )
+    half = TrainingOptions(precision="bfloat16")
+    rough = TrainState(model, loss=AIPO(rho=1.2), optimizer=GENTLE, steps=10, options=half)
     exact, close = state_of().step(batch), rough.step(batch)
     assert close["loss"] != exact["loss"]
     assert close["loss"] == pytest.approx(exact["loss"], rel=0.05)
