@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from arriero.components.causal_lm import end_ids
 from arriero.components.model_directory import loading
 from arriero.components.rollout_engine import Completion, Request, check_requests
+from arriero.components.sampling import StopStrings
 from arriero.components.vllm_start import leave, start
 
 if TYPE_CHECKING:
@@ -51,9 +52,10 @@ class VLLMEngine:
         self.max_length = config.context or int(getattr(model, "max_position_embeddings", 4096))
         self.vocabulary: int | None = getattr(model, "vocab_size", None)
         self._config = config
+        self._stop = StopStrings(tokenizer, config.sampling.stop)
         self._deterministic = context.deterministic
         self._ends = sorted(end_ids(generation, model, tokenizer))
-        self._llm = start(config, model, self.max_length, name=f"{context.node}-{context.replica}")
+        self._llm = start(config, model, self.max_length, context)
         VLLMEngine._alive += 1
         self._inputs: Any = import_module("vllm.inputs.engine")
         self._sampling: Any = import_module("vllm.sampling_params")
@@ -153,8 +155,10 @@ class VLLMEngine:
 
     def _completion(self, output: Any) -> Completion:
         (response,) = output.outputs
-        token_ids = np.asarray(response.token_ids, np.int32)
-        logprobs = own_logprobs(token_ids, response.logprobs)
+        token_ids, finish = np.asarray(response.token_ids, np.int32), response.finish_reason
+        if (end := self._earlier_end(self._open[output.request_id], token_ids)) is not None:
+            token_ids, finish = token_ids[:end], "stop"
+        logprobs = own_logprobs(np.asarray(response.token_ids, np.int32), response.logprobs)[: len(token_ids)]
         versions = np.full(len(token_ids), self.version, np.int32)
         for span in response.weight_versions or ():
             versions[span.start : span.end] = int(span.version)
@@ -165,8 +169,17 @@ class VLLMEngine:
             token_ids=token_ids[used],
             logprobs=logprobs[used],
             versions=versions[used],
-            finish="error" if len(bad) else "stop" if response.finish_reason == "stop" else "length",
+            finish="error" if len(bad) else "stop" if finish == "stop" else "length",
         )
+
+    def _earlier_end(self, request: Request, token_ids: NDArray[np.int32]) -> int | None:
+        """After how many tokens a stop string of an earlier segment, to vLLM part of the prompt, ends."""
+        before = min(request.sampled, self._stop.window)
+        if not before or not self._config.sampling.stop:
+            return None
+        head = np.asarray(request.prompt_ids[-before:], np.int32)
+        ends = range(1, min(len(token_ids), self._stop.window) + 1)
+        return next((n for n in ends if self._stop(np.concatenate([head, token_ids[:n]]))), None)
 
 
 def _configs(directory: str) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from arriero.engine.errors import UserError
 
 if TYPE_CHECKING:
     from arriero.components.generator import Generator
+    from arriero.engine.runtime.context import Context
 
 # vLLM's attention on a CPU; `CPUAttentionBackend.get_supported_head_sizes` says the same once it is imported.
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -29,7 +30,7 @@ _ON_CPU = {
 }
 
 
-def start(config: Generator, model: Any, max_length: int, *, name: str) -> Any:
+def start(config: Generator, model: Any, max_length: int, context: Context) -> Any:
     """An `LLMEngine` with random weights that waits for its first version. UserError if it can't be had."""
     import torch
 
@@ -68,7 +69,8 @@ def start(config: Generator, model: Any, max_length: int, *, name: str) -> Any:
     _zero_new_cache_blocks()
     llm = engine.from_engine_args(arguments)
     torch.set_num_threads = set_num_threads  # vLLM replaces it, for the whole process
-    llm.collective_rpc("open_intake", args=(name, padding))
+    name = f"{context.node}-{context.replica}"
+    llm.collective_rpc("open_intake", args=(name, context.secret, padding))
     return llm
 
 

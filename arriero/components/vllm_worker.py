@@ -33,9 +33,9 @@ class WeightIntake:
     rank: int
     _arriero: _Intake | None = None
 
-    def open_intake(self, name: str, padding: HeadPadding | None) -> None:
+    def open_intake(self, name: str, secret: bytes, padding: HeadPadding | None) -> None:
         """Prepare for `take_weights`; `name` is what the sender calls this generator if it gets stuck."""
-        self._arriero = _Intake(f"{name}/{self.rank}", padding)
+        self._arriero = _Intake(WeightReceiver(f"{name}/{self.rank}", secret), padding)
         runner = self.model_runner
         if hasattr(runner, "_init_kv_zero_meta") and not hasattr(runner, "_kv_block_zeroer"):
             runner._init_kv_zero_meta()  # a worker process of its own: see `vllm_start`, zeroed cache blocks
@@ -59,8 +59,8 @@ class WeightIntake:
 class _Intake:
     """The receiver and the host memory that versions arrive in, allocated once."""
 
-    def __init__(self, name: str, padding: HeadPadding | None) -> None:
-        self._receiver = WeightReceiver(name)
+    def __init__(self, receiver: WeightReceiver, padding: HeadPadding | None) -> None:
+        self._receiver = receiver
         self._padding = padding
         self._arrived: dict[str, Tensor] = {}
 
