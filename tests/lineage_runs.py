@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 
+from arriero.components.advantage import GroupAdvantage
+from arriero.components.rewards import ExactMatch
+from arriero.engine.graph import Evaluation, Graph
 from arriero.engine.lineage.writer import LineageWriter, Seen
+from arriero.engine.stream import Stream
+from arriero.launchers.launch import inline
+from arriero.launchers.options import LaunchOptions
+from arriero.launchers.rundir import RunDir, create
 from arriero.schemas.lineage import Opened
-from arriero.schemas.messages import Batch, Outcome, Prompt, Rollout, RolloutGroup, Sample, Score, ScoredGroup
+from arriero.schemas.manifest import Hardware, PipelineSource, RunManifest
+from arriero.schemas.messages import (
+    Batch,
+    Outcome,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Sample,
+    Score,
+    ScoredGroup,
+    Weights,
+)
+from arriero.schemas.run import RunOptions
+from tests.toys import ToyTrainer, rollout
 
 OPENED = Opened(run_id="run", graph_digest="graph")
 
@@ -67,6 +90,64 @@ def batch_of_groups(groups: Sequence[ScoredGroup]) -> Batch:
         id=f"advantage-{groups[0].id}", parents=tuple(g.id for g in groups),
         origins=tuple(sorted(g.origins[0] for g in groups)), samples=samples,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talker:
+    """Three answers to each prompt, in the toys' way; of prompt k, k % 3 + 1 are right."""
+
+    async def run(self, prompts: Stream[Prompt], weights: Stream[Weights]) -> AsyncIterator[RolloutGroup]:
+        newest = await weights.next()
+        async for prompt in prompts:
+            while newest is not None and newest.version < prompt.min_version:
+                newest = await weights.next()
+            newest = weights.poll() or newest
+            assert newest is not None
+            made = [rollout(newest.version, tokens=(7, 8 + prompt.row, 9 + k, 2)) for k in range(3)]
+            texts = ["4" if k <= prompt.row % 3 else "5" for k in range(3)]
+            yield RolloutGroup(
+                prompt=prompt,
+                rollouts=tuple(r.model_copy(update={"text": t}) for r, t in zip(made, texts, strict=True)),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Prompts whose answer is 4, and two held-out ones."""
+
+    async def run(self) -> AsyncIterator[Prompt]:
+        for k in range(1000):
+            yield Prompt(id=f"e0-r{k}", text=f"2 + 2, for the {k}th time", answer="4", row=k)
+
+    def evaluation(self) -> Evaluation | None:
+        return Evaluation(prompts=[Prompt(id=f"held-{k}", text="1 + 3", answer="4", row=k) for k in range(2)])
+
+
+def sums_graph(*, steps: int = 4, staleness: int = 1) -> Graph:
+    """A graph whose rewards and advantages can be computed again."""
+    g = Graph("sums")
+    weights = g.loop(Weights, staleness=staleness)
+    rollouts = g.add(Talker(), name="talker")(g.add(Sums(), name="sums")(), weights)
+    scored = g.add(ExactMatch(), name="reward")(rollouts)
+    batches = g.add(GroupAdvantage(groups=4), name="advantage")(scored)
+    weights.close(g.add(ToyTrainer(steps=steps), name="trainer")(batches))
+    return g
+
+
+def recorded_run(path: Path, *, seed: int = 0) -> RunDir:
+    """A finished run of `sums_graph`, in this process, with its lineage."""
+    run, spec = create(path), sums_graph().check()
+    options = RunOptions(run_id=path.name, seed=seed, wait_bound_s=60, record=True)
+    pipeline = PipelineSource(function="tests.lineage_runs:sums", file=__file__, sha256="0" * 64)
+    manifest = RunManifest(
+        run_id=path.name, pipeline=pipeline, graph_digest=spec.digest,
+        config={"steps": 4, "optimizer": {"lr": 0.1 * (seed + 1)}}, sources={}, seed=seed, python="3",
+        platform="linux", hardware=Hardware(cpus=1, memory_mb=1), host="here", pid=1,
+        started=datetime(2026, 1, 1, tzinfo=UTC), argv=(),
+    )  # fmt: skip
+    run.begin(spec, options, manifest)
+    assert inline(spec, options, run, LaunchOptions(quiet=True)) == 0
+    return run
 
 
 def main(url: str, first: int) -> None:

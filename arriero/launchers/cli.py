@@ -32,6 +32,9 @@ usage: arriero COMMAND ...
   check PIPELINE [the same] --laws                       try its losses against the laws every loss must obey
   plan PIPELINE --model M --gpus N [--hardware NAME]     how to split a cluster for it
   plan --from RUN                                        what to change about a run
+  runs [DIR|RUN RUN] [--where key=value]                 list runs; what differs between two
+  lineage RUN --step N|--rollout ID|--prompt ID|...      what trained these weights; what became of a prompt
+  audit RUN [--head HASH] [--json]                       check a run from its record alone
   list                                                   the pipelines that come with arriero
   demo                                                   train a small model on this machine
   --version, --help
@@ -71,6 +74,9 @@ def _command(args: list[str]) -> int:
         "check": _check,
         "eval": _eval,
         "plan": _plan,
+        "runs": _runs,
+        "lineage": _lineage,
+        "audit": _audit,
         "list": _list,
         "demo": _demo,
     }
@@ -180,6 +186,24 @@ def _list(args: list[str]) -> int:
     found = catalog.listed()
     width = max(map(len, found), default=0)
     return _printed(lambda: "\n".join(f"{name:{width}}  {doc}".rstrip() for name, doc in found.items()))
+
+
+def _runs(args: list[str]) -> int:
+    from arriero.launchers.runs import runs
+
+    return runs(args, lambda text: _printed(lambda: text))
+
+
+def _lineage(args: list[str]) -> int:
+    from arriero.launchers.lineage import lineage
+
+    return lineage(args, lambda text: _printed(lambda: text))
+
+
+def _audit(args: list[str]) -> int:
+    from arriero.launchers.audit import audit
+
+    return audit(args, lambda text: _printed(lambda: text))
 
 
 def _plan(args: list[str]) -> int:

@@ -176,6 +176,8 @@ def result_screen(s: RunSummary, run_dir: Path) -> str:
     lines += [_row("tokens/s", _list(s.tokens_per_s, "{:.0f}"))] if s.tokens_per_s else []
     lines += [_row("idle", _list(s.idle_share, "{:.0%}"))] if s.idle_share else []
     lines.append(_row("record", str(run_dir)))
+    if s.lineage is not None:
+        lines.append(_row("head", f"{s.lineage.head} of {s.lineage.entries} entries; keep it for arriero audit"))
     return "\n".join(lines)
 
 

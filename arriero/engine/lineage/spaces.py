@@ -8,6 +8,7 @@ part, whose chunks are larger. What an append leaves of a chunk is zero: it comp
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -20,6 +21,7 @@ from arriero.schemas.lineage import Place
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
+_LOADS = 48  # chunks kept by a reader: those of about six steps
 _LEAST = 4096  # elements of a chunk
 _LEVEL = 1  # of zstd: measured on recorded rollouts (`benchmarks/lineage.py compression`)
 
@@ -36,6 +38,7 @@ class Spaces:
         self._url = url
         self._arrays: dict[str, Any] = {}
         self._metadata: dict[str, dict[str, Any]] = {}
+        self._loads: OrderedDict[tuple[str, int], npt.NDArray[Any]] = OrderedDict()
         self.ends: dict[str, Place] = dict(ends or {})
 
     def append(self, space: str, arrays: Arrays) -> tuple[int, int]:
@@ -58,10 +61,9 @@ class Spaces:
         """The arrays `names` of `space` at `place`, read-only. Raises KeyError if they aren't there."""
         found: dict[str, npt.NDArray[Any]] = {}
         for name in names:
-            array = self._array(f"{space}/{place.part}/{name}")
-            values = np.asarray(array[place.start : place.start + place.size])
-            values.setflags(write=False)
-            found[name] = values
+            path = f"{space}/{place.part}/{name}"
+            number, start = divmod(place.start, self._chunk(path))
+            found[name] = self._loaded(path, number)[start : start + place.size]
         return found
 
     def overwrite(self, space: str, place: Place, arrays: Arrays) -> None:
@@ -69,6 +71,20 @@ class Spaces:
         for name, values in arrays.items():
             array = self._array(f"{space}/{place.part}/{name}")
             array[place.start : place.start + place.size] = values
+        self._loads.clear()
+
+    def _loaded(self, path: str, number: int) -> npt.NDArray[Any]:
+        """A chunk: what one commit appended. The last few are kept: what is asked together lies together."""
+        key = (path, number)
+        if key not in self._loads:
+            chunk = self._chunk(path)
+            values = np.asarray(self._array(path)[number * chunk : (number + 1) * chunk])
+            values.setflags(write=False)
+            self._loads[key] = values
+            if len(self._loads) > _LOADS:
+                self._loads.popitem(last=False)
+        self._loads.move_to_end(key)
+        return self._loads[key]
 
     def _put(self, path: str, number: int, chunk: int, values: npt.NDArray[Any]) -> None:
         """Write chunk `number`, and the length that the array then has."""
@@ -85,17 +101,18 @@ class Spaces:
         return int(self._described(path)["chunk_grid"]["configuration"]["chunk_shape"][0])
 
     def _described(self, path: str) -> dict[str, Any]:
+        """Raises KeyError where there is no such array."""
         if path not in self._metadata:
-            self._metadata[path] = json.loads(self._files.read(f"{path}/zarr.json"))
+            try:
+                self._metadata[path] = json.loads(self._files.read(f"{path}/zarr.json"))
+            except FileNotFoundError as error:
+                raise KeyError(path) from error
         return self._metadata[path]
 
     def _array(self, path: str) -> Any:
         if path not in self._arrays:
             zarr: Any = import_module("zarr")
-            try:
-                self._arrays[path] = zarr.open_array(self._store(), path=path, mode="r+")
-            except FileNotFoundError as error:
-                raise KeyError(path) from error
+            self._arrays[path] = zarr.open_array(self._store(), path=path, mode="r+")
         return self._arrays[path]
 
     def _make(self, part: str, chunk: int, arrays: Arrays) -> None:

@@ -1,0 +1,255 @@
+"""What a record says about itself, checked: each check gives findings, and an empty list is a clean bill.
+
+| check     | says                                                                                       |
+|-----------|--------------------------------------------------------------------------------------------|
+| `chain`   | every entry follows from all before it; nothing is recorded twice; it was closed             |
+| `ledger`  | every prompt admitted, without a gap, and trained, evaluated or dropped, once                 |
+| `content` | arrays and texts have the hashes that their entries name; masks and log-probs are valid       |
+| `steps`   | versions follow each other; each from the batch that is recorded, of the groups it names       |
+| `tokens`  | no token of a step is staler than the bound, or sampled by a version that wasn't there         |
+| `weights` | one version after the other, each made by the step that says so, with the measures of it       |
+
+A chain proves that nothing was changed by anybody who couldn't write all of it anew. Whoever could has to
+make all of the above agree, and `head` differ from the one that was kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import ValidationError
+
+from arriero.engine.lineage.content import arrays_sha256, batch_sha256, prompt_text, sha256
+from arriero.engine.lineage.reader import Lineage
+from arriero.engine.runtime.ledger import Ledger, LedgerError
+from arriero.schemas.ledger import Trained
+from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that isn't as it must be."""
+
+    check: str
+    where: str
+    what: str
+
+
+Check = Callable[[Lineage], Iterator[Finding]]
+
+
+def checks(*, staleness: int | None) -> dict[str, Check]:
+    """All checks by name; `staleness` is the graph's bound (None: no loop)."""
+    return {
+        "chain": _chain,
+        "ledger": _ledger,
+        "content": _content,
+        "steps": _steps,
+        "tokens": lambda record: _tokens(record, staleness),
+        "weights": _weights,
+    }
+
+
+def _chain(record: Lineage) -> Iterator[Finding]:
+    if record.broken:
+        yield Finding(check="chain", where="chain", what=record.broken)
+    for name in record.twice:
+        yield Finding(check="chain", where=name, what="is recorded twice")
+    if record.opened is None:
+        yield Finding(check="chain", where="first entry", what="says nothing about the run")
+    if record.closed is None:
+        yield Finding(
+            check="chain", where="last entry", what="doesn't close the record: the run goes on, or was killed"
+        )
+
+
+def _ledger(record: Lineage) -> Iterator[Finding]:
+    ledger = Ledger()
+    for event in record.events:
+        try:
+            ledger.apply(event)
+        except LedgerError as error:
+            yield Finding(check="ledger", where=type(event).__name__, what=str(error))
+    origins = sorted(a.origin for a in record.admitted if a.split == "train")
+    if gaps := sorted({*range(len(origins))} - {*origins}):
+        yield Finding(check="ledger", where=f"prompt number {gaps[0]}", what="was never admitted")
+    if record.closed is not None and ledger.in_flight:
+        first = ledger.in_flight_origins[0]
+        yield Finding(
+            check="ledger",
+            where=f"prompt number {first}",
+            what=f"was admitted and neither trained nor dropped (so were {ledger.in_flight - 1} others)",
+        )
+    admitted = {a.origin: a for a in record.admitted}
+    for g in record.groups.values():
+        for k in g.prompt.origins:
+            a = admitted.get(k)
+            if a is None or (a.id, a.row, a.epoch) != (g.prompt.id, g.prompt.row, g.prompt.epoch):
+                yield Finding(
+                    check="ledger",
+                    where=g.id,
+                    what=f"is of prompt {g.prompt.id}, number {k}; not admitted so",
+                )
+
+
+def _content(record: Lineage) -> Iterator[Finding]:
+    for name, entry in record.groups.items():
+        if name in record.redacted:
+            continue
+        try:
+            arrays, text = record.arrays(entry), record.text(entry.text)
+        except (KeyError, ValueError, OSError) as error:
+            yield Finding(check="content", where=name, what=f"its content can't be read: {error!r:.120}")
+            continue
+        if arrays_sha256(arrays) != entry.arrays_sha256:
+            yield Finding(
+                check="content", where=name, what="its tokens, mask, log-probs or versions were changed"
+            )
+            continue
+        if sha256(text) != entry.text_sha256:
+            yield Finding(check="content", where=name, what="its texts were changed")
+            continue
+        yield from _valid_group(record, name)
+    for name, other in record.records.items():
+        if sha256(record.text(other.text)) != other.text_sha256:
+            yield Finding(check="content", where=name, what="its text was changed")
+
+
+def _valid_group(record: Lineage, name: str) -> Iterator[Finding]:
+    """Whether the group is one: the classes of the records check mask, log-probs and versions."""
+    entry = record.groups[name]
+    try:
+        whole = record.group(name)
+    except (ValidationError, ValueError, IndexError) as error:
+        yield Finding(check="content", where=name, what=f"is no valid group: {error!s:.200}")
+        return
+    group = whole.group if isinstance(whole, ScoredGroup) else whole
+    if sha256(prompt_text(group.prompt)) != entry.prompt_sha256:
+        yield Finding(check="content", where=name, what="its prompt isn't the one that its hash is of")
+    told = (entry.sampled, entry.oldest, entry.newest)
+    if told != _columns(group):
+        yield Finding(
+            check="content", where=name, what="its counts of tokens or versions aren't those of its arrays"
+        )
+    if any(np.any(r.logprobs[r.mask] > 0) for r in group.rollouts):
+        yield Finding(check="content", where=name, what="a log-probability is above 0")
+
+
+def _columns(group: RolloutGroup) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    rollouts = group.rollouts
+    return (
+        tuple(int(r.mask.sum()) for r in rollouts),
+        tuple(-1 if r.oldest_version is None else r.oldest_version for r in rollouts),
+        tuple(int(r.versions.max(initial=-1)) for r in rollouts),
+    )
+
+
+def _steps(record: Lineage) -> Iterator[Finding]:
+    made: Counter[str] = Counter()
+    for step in record.steps:
+        made[step.node] += 1
+        where = f"step {step.version} of {step.node}"
+        if step.version != made[step.node]:
+            yield Finding(check="steps", where=where, what=f"comes where step {made[step.node]} is due")
+        if (batch := _batch(record, step.batch)) is None:
+            yield Finding(
+                check="steps", where=where, what=f"its batch {step.batch} isn't whole in the record"
+            )
+            continue
+        yield from _batch_findings(record, step, batch, where)
+
+
+def _batch(record: Lineage, name: str) -> Batch | None:
+    try:
+        return record.batch(name)
+    except (KeyError, ValueError, IndexError, OSError):
+        return None
+
+
+def _batch_findings(record: Lineage, step: Trained, batch: Batch, where: str) -> Iterator[Finding]:
+    entry = record.batches[step.batch]
+    if not record.redacted & {*entry.groups} and batch_sha256(batch) != entry.sha256:
+        yield Finding(
+            check="steps", where=where, what="the arrays of its batch (advantages, ...) were changed"
+        )
+    if missing := [g for g in entry.groups if g not in record.groups and record.groups]:
+        yield Finding(check="steps", where=where, what=f"its group {missing[0]} isn't in the record")
+    trained = record.trained_batch(step)
+    if trained.origins != step.origins:
+        yield Finding(check="steps", where=where, what="it was made from other prompts than its batch holds")
+    if (tokens := sum(int(s.mask.sum()) for s in trained.samples)) != step.tokens:
+        yield Finding(check="steps", where=where, what=f"says {step.tokens} tokens, its batch has {tokens}")
+    mean = float(np.mean([s.reward for s in trained.samples])) if trained.samples else 0.0
+    if not math.isclose(mean, step.reward_mean, rel_tol=1e-9, abs_tol=1e-12):
+        yield Finding(
+            check="steps", where=where, what=f"says a mean reward of {step.reward_mean}, it is {mean}"
+        )
+    for sample, group, rollout in zip(batch.samples, entry.group, entry.rollout, strict=True):
+        scores = record.groups[entry.groups[group]].scores if rollout >= 0 else None
+        if scores is not None and scores.values[rollout] != sample.reward:
+            yield Finding(
+                check="steps",
+                where=where,
+                what=f"rollout {rollout} of {sample.group} has reward {sample.reward} in the batch and "
+                f"{scores.values[rollout]} in its group",
+            )
+
+
+def _tokens(record: Lineage, bound: int | None) -> Iterator[Finding]:
+    for step in record.steps:
+        if (_batch(record, step.batch)) is None:
+            continue  # told by `steps`
+        where, replaced = f"step {step.version} of {step.node}", step.version - 1
+        samples = record.trained_batch(step).samples
+        versions = [s.versions[s.mask] for s in samples if s.versions is not None and not s.replayed]
+        found = np.concatenate(versions) if versions else np.zeros(0, np.int32)
+        if not found.size:
+            continue
+        if int(found.max()) > replaced:
+            yield Finding(
+                check="tokens", where=where, what=f"a token of version {found.max()} replaced {replaced}"
+            )
+        stale = replaced - int(found.min())
+        if bound is not None and stale > bound:
+            yield Finding(
+                check="tokens", where=where, what=f"a token is {stale} versions old, the bound is {bound}"
+            )
+        if len(versions) == len(samples) and stale != step.staleness_max:
+            yield Finding(
+                check="tokens", where=where, what=f"says a staleness of {step.staleness_max}, it is {stale}"
+            )
+
+
+def _weights(record: Lineage) -> Iterator[Finding]:
+    steps = {(s.node, s.version): s for s in record.steps}
+    made: Counter[str] = Counter()
+    for w in record.weights:
+        where = f"version {w.version} of {w.loop}"
+        if w.version != made[w.loop]:
+            yield Finding(check="weights", where=where, what=f"comes where version {made[w.loop]} is due")
+        made[w.loop] += 1
+        step = next((s for (_, version), s in steps.items() if version == w.version), None)
+        if not w.version:
+            continue
+        if step is None:
+            yield Finding(check="weights", where=where, what="no step made it")
+        elif w.parents != (step.batch,):
+            yield Finding(
+                check="weights", where=where, what=f"comes from {w.parents}, its step from {step.batch}"
+            )
+        elif not _same(w.metrics, step.metrics):
+            yield Finding(check="weights", where=where, what="its measures aren't those of its step")
+    newest = max((w.version for w in record.weights), default=None)
+    for name, g in record.groups.items():
+        if newest is not None and max(g.newest, default=-1) > newest:
+            yield Finding(
+                check="weights", where=name, what=f"was sampled by version {max(g.newest)}, which there isn't"
+            )
+
+
+def _same(a: dict[str, float], b: dict[str, float]) -> bool:
+    return a.keys() == b.keys() and all(a[k] == b[k] or (a[k] != a[k] and b[k] != b[k]) for k in a)

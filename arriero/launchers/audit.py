@@ -1,0 +1,146 @@
+"""`arriero audit RUN`: everything that a record can prove, proven again from the record alone.
+
+Exit code 0 if nothing was found, 1 if something was, 2 if there is nothing to audit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from arriero.engine.errors import UserError
+from arriero.engine.graph import Graph
+from arriero.engine.lineage.audit import Finding, checks
+from arriero.engine.lineage.reader import Lineage
+from arriero.launchers.lineage import opened
+from arriero.launchers.recomputing import recomputed
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.ledger import EVENT
+
+USAGE = """\
+usage: arriero audit RUN [--head HASH] [--json]
+
+Checks hash chain, ledger, content, steps, staleness of every token, weights and files of a run, and computes
+rewards and advantages again. --head is the hash that the run showed at its end, kept elsewhere: it alone
+tells a record that somebody has written anew from the true one. Exit code 1 if anything is wrong."""
+
+_SHOWN = 10
+
+
+@dataclass(kw_only=True)
+class Report:
+    """`done` says of each check what it went through, `left` what couldn't be checked and why."""
+
+    run: str
+    head: str
+    done: dict[str, str] = field(default_factory=dict[str, str])
+    left: list[str] = field(default_factory=list[str])
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+
+def audit(args: Sequence[str], show: Callable[[str], int]) -> int:
+    """Report on `show`; the exit code. Raises UserError if there is no record."""
+    if not args or {"--help", "-h"} & {*args}:
+        return show(USAGE)
+    place, rest = args[0], list(args[1:])
+    as_json, head = "--json" in rest, ""
+    rest = [word for word in rest if word != "--json"]
+    if rest[:1] == ["--head"] and len(rest) == 2:
+        head = rest[1]
+    elif rest:
+        raise UserError(f"unknown option {rest[0]}; see arriero audit --help")
+    report = audited(place, head=head)
+    code = show(json.dumps(asdict(report), indent=2) if as_json else _text(report))
+    return code or int(bool(report.findings))
+
+
+def audited(place: str, *, head: str = "") -> Report:
+    """Check the run at `place` (a run directory, or the URL of a record, of which less can be checked)."""
+    record = opened(place)
+    report = Report(run=place, head=record.anchor.head)
+    run = RunDir(Path(place))
+    graph = Graph.from_spec(run.read_graph()) if run.graph.exists() else None
+    spec = run.read_graph() if graph else None
+    staleness = max((loop.staleness for loop in spec.loops), default=None) if spec else None
+    found = checks(staleness=staleness)
+    for name, check in found.items():
+        report.findings += check(record)
+        report.done[name] = _went_through(record, name)
+    report.findings += _heads(record, run, head)
+    if spec is None or graph is None:
+        report.left.append(
+            "files, staleness bound, rewards and advantages: there is no run directory beside the record"
+        )
+        return report
+    report.findings += _files(record, run)
+    report.done["files"] = "graph, manifest, options, ledger, summary"
+    for name, told, findings, left in asyncio.run(recomputed(record, spec, graph)):
+        report.findings += findings
+        report.left += left
+        if told:
+            report.done[name] = told
+    return report
+
+
+def _went_through(record: Lineage, check: str) -> str:
+    rollouts = sum(len(g.lengths) for g in record.groups.values())
+    return {
+        "chain": f"{record.anchor.entries} entries",
+        "ledger": f"{len(record.admitted)} prompts, {len(record.dropped)} drops",
+        "content": f"{rollouts} rollouts"
+        + (f", {len(record.redacted)} groups redacted" if record.redacted else ""),
+        "steps": f"{len(record.steps)} steps",
+        "tokens": f"{sum(s.tokens for s in record.steps)} tokens",
+        "weights": f"{len(record.weights)} versions",
+    }[check]
+
+
+def _heads(record: Lineage, run: RunDir, head: str) -> Iterator[Finding]:
+    """The head against those that were kept: in the summary, and by whoever asks."""
+    told = {"--head": head}
+    if run.summary.exists() and (anchor := run.read_summary().lineage) is not None:
+        told["summary.json"] = anchor.head
+    for where, kept in told.items():
+        if kept and kept != record.anchor.head:
+            yield Finding(
+                check="chain",
+                where=where,
+                what=f"names head {kept[:12]}, the record ends with {record.anchor.head[:12]}",
+            )
+
+
+def _files(record: Lineage, run: RunDir) -> Iterator[Finding]:
+    """The files of the run directory against the first entry, and the ledger against its events."""
+    first = record.opened
+    if first is None:
+        return
+    for path, digest in ((run.manifest, first.manifest_sha256), (run.options, first.options_sha256)):
+        now = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+        if now != digest:
+            yield Finding(check="files", where=path.name, what="isn't as it was when the run began")
+    if run.read_graph().digest != first.graph_digest:
+        yield Finding(check="files", where="graph.json", what="isn't the graph that was run")
+    if run.ledger.exists():
+        lines = [EVENT.validate_json(line) for line in run.ledger.read_text().splitlines()]
+        if lines != record.events:
+            yield Finding(check="files", where="ledger.jsonl", what="isn't the ledger that is on record")
+
+
+def _text(report: Report) -> str:
+    lines = [f"audit of {report.run}, head {report.head}"]
+    bad = {f.check for f in report.findings}
+    lines += [
+        f"  {'FAILED' if name in bad else 'ok':<7} {name:<11} {told}" for name, told in report.done.items()
+    ]
+    lines += [f"  not checked: {what}" for what in report.left]
+    if not report.findings:
+        return "\n".join([*lines, "nothing found"])
+    lines.append(f"{len(report.findings)} found:")
+    lines += [f"  {f.check}: {f.where}: {f.what}" for f in report.findings[:_SHOWN]]
+    if (more := len(report.findings) - _SHOWN) > 0:
+        lines.append(f"  and {more} more; --json shows all")
+    return "\n".join(lines)

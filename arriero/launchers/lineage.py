@@ -1,0 +1,199 @@
+"""`arriero lineage RUN ...`: what trained these weights, and what became of this prompt."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, cast
+
+from arriero.engine.errors import UserError
+from arriero.engine.lineage.chain import ChainError
+from arriero.engine.lineage.queries import Answer, PromptRow, Questions, RolloutRow, StepRow
+from arriero.engine.lineage.reader import Lineage
+
+USAGE = """\
+usage: arriero lineage RUN [QUESTION] [--json] [--picture FILE.mmd|FILE.svg] [--limit N]
+
+  --step 12              what version 12 was made from: rollouts, rewards, prompts
+  --rollout ID           the steps that a rollout (GROUP/NUMBER) or a group went into
+  --prompt ID            what became of a prompt;  --row N  of a row of the data, in all epochs
+  --weights FINGERPRINT  the step that made these weights (or its first six digits, or the version)
+  --sql QUERY            over the tables steps, rollouts, samples, prompts, weights (needs arriero[lineage])
+
+RUN is a run directory or the URL of a record. Without a question: what the record holds."""
+
+_QUESTIONS = ("step", "rollout", "prompt", "row", "weights", "sql")
+_SHOWN = 20
+
+
+def lineage(args: Sequence[str], show: Callable[[str], int]) -> int:
+    """Answer on `show`. Raises UserError."""
+    if not args or {"--help", "-h"} & {*args}:
+        return show(USAGE)
+    place, given = args[0], _options(args[1:])
+    record = opened(place)
+    asked = [name for name in _QUESTIONS if name in given]
+    if len(asked) > 1:
+        raise UserError(f"one question at a time, not --{' and --'.join(asked)}")
+    if not asked:
+        return show(_overview(record))
+    if asked == ["sql"]:
+        return show(_sql(record, given["sql"], as_json="json" in given))
+    answer = _ask(Questions(record), asked[0], given[asked[0]])
+    if "picture" in given:
+        _write_picture(answer, Path(given["picture"]))
+    if "json" in given:
+        return show(json.dumps(asdict(answer), indent=2))
+    return show(_tables(answer, limit=_number("limit", given.get("limit", str(_SHOWN)))))
+
+
+def opened(place: str) -> Lineage:
+    """The record of a run. Raises UserError if there is none or it can't be read."""
+    try:
+        return Lineage(place)
+    except (ChainError, OSError, ValueError) as error:
+        raise UserError(f"{place}: {error}") from error
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        name, equals, value = rest.pop(0).removeprefix("--").partition("=")
+        if name == "json":
+            found[name] = ""
+        elif name in (*_QUESTIONS, "picture", "limit"):
+            if not equals and not rest:
+                raise UserError(f"--{name} needs a value")
+            found[name] = value if equals else rest.pop(0)
+        else:
+            raise UserError(f"unknown option --{name}; see arriero lineage --help")
+    return found
+
+
+def _ask(questions: Questions, kind: str, value: str) -> Answer:
+    match kind:
+        case "step":
+            return questions.step(_number("step", value))
+        case "rollout":
+            return questions.rollout(value)
+        case "prompt":
+            return questions.prompt(value)
+        case "row":
+            return questions.row(_number("row", value))
+        case _:
+            return questions.weights(value)
+
+
+def _number(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"--{name} takes a number, not {value!r}") from None
+
+
+def _overview(record: Lineage) -> str:
+    closed = (
+        f"closed, {record.closed.state}" if record.closed else "not closed: the run goes on, or was killed"
+    )
+    steps, rollouts = record.steps, sum(len(g.lengths) for g in record.groups.values())
+    return "\n".join(
+        [
+            f"record {record.url}: {closed}",
+            f"  chain     {record.anchor.entries} entries, head {record.anchor.head}",
+            f"  steps     {len(steps)}"
+            + (f", versions {steps[0].version} to {steps[-1].version}" if steps else ""),
+            f"  rollouts  {rollouts} in {len(record.groups)} groups",
+            f"  prompts   {len(record.admitted)} admitted, {len(record.dropped)} drops",
+            f"  held out  {len(record.evaluated)} evaluated",
+        ]
+    )
+
+
+def _sql(record: Lineage, query: str, *, as_json: bool) -> str:
+    from arriero.engine.lineage.tables import sql
+
+    found = sql(record, query)
+    if as_json:
+        return json.dumps(found.to_pylist(), indent=2, default=str)
+    rows = [[str(v) for v in row.values()] for row in found.to_pylist()]
+    return text_table(list(found.column_names), rows)
+
+
+def _tables(answer: Answer, *, limit: int) -> str:
+    parts = [answer.about]
+    for title, kind, rows in (
+        ("steps", StepRow, answer.steps),
+        ("rollouts", RolloutRow, answer.rollouts),
+        ("prompts", PromptRow, answer.prompts),
+    ):
+        if rows:
+            names = [f.name for f in fields(kind)]
+            shown = [[_cell(getattr(row, n)) for n in names] for row in rows[:limit]]
+            more = f" ({limit} shown; --limit N, --json)" if len(rows) > limit else ""
+            parts.append(f"\n{len(rows)} {title}{more}\n{text_table(names, shown)}")
+    return "\n".join(parts)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, tuple):
+        return " ".join(map(str, cast("tuple[object, ...]", value)))
+    return "" if value is None else str(value)
+
+
+def text_table(names: list[str], rows: list[list[str]]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=200 if not sys.stdout.isatty() else None, markup=False, highlight=False).print(
+        table
+    )
+    return out.getvalue().rstrip()
+
+
+def mermaid(answer: Answer) -> str:
+    """The answer as a flow chart: prompts, rollouts, steps and the weights between them."""
+    lines = ["flowchart LR"]
+    names: dict[str, str] = {}
+
+    def node(label: str, left: str = "[", right: str = "]") -> str:
+        if label not in names:
+            names[label] = f"n{len(names)}"
+            quoted = label.replace('"', "'")
+            lines.append(f'  {names[label]}{left}"{quoted}"{right}')
+        return names[label]
+
+    for r in answer.rollouts[:_SHOWN]:
+        rollout = node(f"{r.id} reward {r.reward}")
+        lines.append(f"  {node(f'prompt {r.prompt} row {r.row}', '([', '])')} --> {rollout}")
+        lines += [f"  {rollout} --> {node(f'step {v}', '{{', '}}')}" for v in r.steps]
+    if len(answer.rollouts) > _SHOWN:
+        node(f"and {len(answer.rollouts) - _SHOWN} rollouts more")
+    for s in answer.steps:
+        step = node(f"step {s.version}", "{{", "}}")
+        lines.append(f"  {node(f'weights {s.before[:12]}', '[(', ')]')} --> {step}")
+        lines.append(f"  {step} --> {node(f'weights {s.after[:12]}', '[(', ')]')}")
+    return "\n".join(lines) + "\n"
+
+
+def _write_picture(answer: Answer, path: Path) -> None:
+    if path.suffix == ".mmd":
+        path.write_text(mermaid(answer), encoding="utf-8")
+    elif path.suffix == ".svg":
+        from arriero.launchers.lineage_picture import draw
+
+        draw(answer, path)
+    else:
+        raise UserError(f"--picture {path}: write FILE.mmd or FILE.svg")

@@ -1,0 +1,138 @@
+"""Rewards and advantages computed again from a record, by the components that the recorded graph names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import cast
+
+from arriero.components.advantage import GroupAdvantage
+from arriero.components.rewards import LlmJudge, RewardModel, RolloutReward, WeightedSum, reward_version
+from arriero.engine.codec import encode
+from arriero.engine.graph import Graph
+from arriero.engine.lineage.audit import Finding
+from arriero.engine.lineage.reader import Lineage
+from arriero.engine.stream import Stream
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.messages import Batch, Dropped, Outcome, Record, ScoredGroup
+
+Result = tuple[str, str, list[Finding], list[str]]  # check, what it went through, findings, what was left out
+
+_VERDICTS = (Outcome.OK, Outcome.WRONG)
+
+
+async def recomputed(record: Lineage, spec: GraphSpec, graph: Graph) -> list[Result]:
+    """One result per node that makes scored groups or batches."""
+    found: list[Result] = []
+    for node in spec.nodes:
+        component: object = graph.nodes[node.name].component
+        if node.output.endswith(":ScoredGroup") and node.inputs:
+            found.append(await _rewards(record, node.name, component))
+        elif node.output.endswith(":Batch"):
+            found.append(await _advantages(record, node.name, component))
+    return found
+
+
+async def _rewards(record: Lineage, node: str, component: object) -> Result:
+    name = f"rewards of {node}"
+    groups = [g for k, g in record.groups.items() if g.edge == node and g.scores and k not in record.redacted]
+    if why := _not_again(component):
+        return name, "", [], [f"{name}: {why}"]
+    reward = cast("RolloutReward", component)
+    version = reward_version(reward)
+    other = [g for g in groups if g.scores and g.scores.reward_version != version]
+    left = (
+        [f"{name}: {len(other)} groups scored by version {other[0].scores.reward_version}, here is {version}"]
+        if other and other[0].scores
+        else []
+    )
+    findings: list[Finding] = []
+    count = 0
+    async with reward.opened() as scorer:
+        for entry in groups:
+            scores = entry.scores
+            if scores is None or scores.reward_version != version:
+                continue
+            try:
+                whole = record.group(scores.id)
+            except (ValueError, KeyError, IndexError):
+                continue  # told by `content`
+            assert isinstance(whole, ScoredGroup)
+            for k, (rollout, then) in enumerate(zip(whole.group.rollouts, whole.scores, strict=True)):
+                if then.outcome not in _VERDICTS:
+                    continue
+                now = await scorer.score(whole.group.prompt, rollout)
+                count += 1
+                if (now.value, now.outcome, now.raw) != (then.value, then.outcome, then.raw):
+                    what = f"reward {then.value} ({then.outcome}), computed again {now.value} ({now.outcome})"
+                    findings.append(Finding(check=name, where=f"{entry.id}/{k}", what=what))
+    return name, f"{count} computed again" if count else "", findings, left
+
+
+def _not_again(component: object) -> str:
+    """Why a reward can't be computed again; empty if it can."""
+    if not isinstance(component, RolloutReward):
+        return f"{type(component).__name__} isn't one of arriero's rewards"
+    parts = [t.reward for t in component.terms] if isinstance(component, WeightedSum) else [component]
+    asking = [p for p in parts if isinstance(p, LlmJudge | RewardModel)]
+    return f"{asking[0].label} asks another model, which may answer otherwise" if asking else ""
+
+
+class _Recorded:
+    """Stands behind a stream: the groups of one batch, in its order."""
+
+    def __init__(self, groups: list[ScoredGroup]) -> None:
+        self._groups: Iterator[ScoredGroup] = iter(groups)
+
+    async def next(self) -> ScoredGroup | None:
+        return next(self._groups, None)
+
+    def poll(self) -> ScoredGroup | None:
+        return next(self._groups, None)
+
+    async def at(self, version: int) -> ScoredGroup:
+        raise TypeError("a record has no versions")
+
+
+async def _advantages(record: Lineage, node: str, component: object) -> Result:
+    name = f"advantages of {node}"
+    batches = [b for b in record.batches.values() if b.edge == node and not record.redacted & {*b.groups}]
+    if not isinstance(component, GroupAdvantage):
+        return name, "", [], [f"{name}: {type(component).__name__} can't be run again by itself"]
+    findings: list[Finding] = []
+    for entry in batches:
+        try:
+            then = record.batch(entry.id)
+            groups = [record.group(parent) for parent in entry.parents]
+        except (KeyError, ValueError, IndexError):
+            findings.append(
+                Finding(check=name, where=entry.id, what="a group of the batch isn't in the record")
+            )
+            continue
+        stream = Stream(node, ScoredGroup, _Recorded([g for g in groups if isinstance(g, ScoredGroup)]))
+        outputs = cast("AsyncGenerator[Record, None]", component.run(stream))
+        async with aclosing(outputs):
+            made = [out async for out in outputs]
+        if why := _differs(made, then):
+            findings.append(Finding(check=name, where=entry.id, what=why))
+    return name, f"{len(batches)} batches computed again", findings, []
+
+
+def _differs(made: list[Record], then: Batch) -> str:
+    """What is otherwise in a batch that was made again; empty for nothing."""
+    if any(isinstance(out, Dropped) for out in made) or len(made) != 1:
+        return "its groups don't make one batch"
+    now = cast("Batch", made[0]).stamped(id=then.id, parents=then.parents, origins=then.origins)
+    if encode(now) == encode(then):
+        return ""
+    if [s.group for s in now.samples] != [s.group for s in then.samples]:
+        return "it holds other samples than its groups give"
+    changed = [
+        k for k, (a, b) in enumerate(zip(now.samples, then.samples, strict=True))
+        if a.advantages.tobytes() != b.advantages.tobytes()
+    ]  # fmt: skip
+    return (
+        f"the advantage of sample {changed[0]} is otherwise"
+        if changed
+        else "a sample is otherwise than its rollout"
+    )

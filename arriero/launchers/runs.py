@@ -1,0 +1,224 @@
+"""`arriero runs`: the runs in a folder, filtered by what they were configured with; two of them compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import JsonValue
+
+from arriero.engine.errors import UserError
+from arriero.launchers.lineage import text_table
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.manifest import RunManifest
+from arriero.schemas.run import RunSummary
+
+USAGE = """\
+usage: arriero runs [DIR] [--where key=value ...] [--json]    the runs below DIR (default: runs)
+       arriero runs RUN RUN [--picture FILE] [--json]         two runs: what differs, and the first step
+                                                              at which they do
+
+A key is one of the configuration with dots (optimizer.lr), or pipeline, state, seed."""
+
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is left of one run; without a summary it goes on, or was killed."""
+
+    path: Path
+    manifest: RunManifest
+    summary: RunSummary | None
+    steps: dict[int, Numbers] = field(default_factory=dict[int, Numbers])
+
+    @property
+    def values(self) -> dict[str, JsonValue]:
+        """Configuration by dotted key, and what `--where` knows besides."""
+        own: dict[str, JsonValue] = {
+            "pipeline": self.manifest.pipeline.function.rpartition(":")[2],
+            "state": self.summary.state if self.summary else "unknown",
+            "seed": self.manifest.seed,
+        }
+        return own | dict(_flat(self.manifest.config))
+
+
+def runs(args: Sequence[str], show: Callable[[str], int]) -> int:
+    """List or compare on `show`. Raises UserError."""
+    if {"--help", "-h"} & {*args}:
+        return show(USAGE)
+    places, where, picture, as_json = _read(args)
+    if len(places) == 2:
+        return show(_compared(read(places[0]), read(places[1]), picture, as_json=as_json))
+    if len(places) > 2:
+        raise UserError(f"two runs can be compared, not {len(places)}")
+    folder = places[0] if places else Path("runs")
+    found = [run for run in listed(folder) if all(_matches(run, k, v) for k, v in where)]
+    if as_json:
+        return show(json.dumps([_summary(run) for run in found], indent=2, default=str))
+    rows = [[_cell(v) for v in _summary(run).values()] for run in found]
+    names = ["run", "pipeline", "state", "steps", "reward", "accuracy", "started"]
+    return show(text_table(names, rows) if rows else f"no such run below {folder}")
+
+
+def listed(folder: Path) -> list[Run]:
+    """All runs below `folder`, oldest first. Raises UserError if there is no such folder."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no directory; name the one that holds the runs")
+    found = [read(path.parent) for path in folder.glob("**/manifest.json")]
+    return sorted(found, key=lambda run: run.manifest.started)
+
+
+def read(path: Path) -> Run:
+    """Raises UserError if `path` is no run directory."""
+    run = RunDir(path)
+    manifest = run.read_manifest()
+    summary = run.read_summary() if run.summary.exists() else None
+    steps: dict[int, Numbers] = {}
+    lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
+    for text in lines:
+        line = cast("dict[str, JsonValue]", json.loads(text))
+        numbers = {
+            k: float(v) for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time")
+        }
+        steps[int(cast("int", line["step"]))] = numbers
+    return Run(path=path, manifest=manifest, summary=summary, steps=steps)
+
+
+def _read(args: Sequence[str]) -> tuple[list[Path], list[tuple[str, str]], Path | None, bool]:
+    places: list[Path] = []
+    where: list[tuple[str, str]] = []
+    picture, as_json = None, False
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        if word == "--json":
+            as_json = True
+        elif word in ("--where", "--picture"):
+            if not rest:
+                raise UserError(f"{word} needs a value")
+            value = rest.pop(0)
+            if word == "--picture":
+                picture = Path(value)
+                continue
+            key, equals, wanted = value.partition("=")
+            if not equals:
+                raise UserError(f"--where {value}: write key=value")
+            where.append((key, wanted))
+        elif word.startswith("--"):
+            raise UserError(f"unknown option {word}; see arriero runs --help")
+        else:
+            places.append(Path(word))
+    return places, where, picture, as_json
+
+
+def _matches(run: Run, key: str, wanted: str) -> bool:
+    if key not in (values := run.values):
+        return False
+    value = values[key]
+    return wanted in (str(value), json.dumps(value))
+
+
+def _flat(value: Mapping[str, JsonValue], before: str = "") -> list[tuple[str, JsonValue]]:
+    found: list[tuple[str, JsonValue]] = []
+    for key, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            found += _flat(inner, f"{before}{key}.")
+        else:
+            found.append((f"{before}{key}", inner))
+    return found
+
+
+def _summary(run: Run) -> dict[str, JsonValue]:
+    s = run.summary
+    return {
+        "run": str(run.path),
+        "pipeline": run.values["pipeline"],
+        "state": run.values["state"],
+        "steps": s.steps if s else len(run.steps),
+        "reward": s.reward_last if s else None,
+        "accuracy": s.accuracy_after if s else None,
+        "started": f"{run.manifest.started:%Y-%m-%d %H:%M:%S}",
+    }
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def differences(a: Run, b: Run) -> dict[str, tuple[JsonValue, JsonValue]]:
+    """What differs in configuration, seed, graph and code, by key; None where one has no such key."""
+    first, second = _made_of(a), _made_of(b)
+    keys = dict.fromkeys((*first, *second))
+    return {k: (first.get(k), second.get(k)) for k in keys if first.get(k) != second.get(k)}
+
+
+def _made_of(run: Run) -> dict[str, JsonValue]:
+    m = run.manifest
+    code: dict[str, JsonValue] = {
+        f"code.{Path(c.root).name}": f"{c.commit[:12]} {c.diff_sha256[:12]}" for c in m.code
+    }
+    packages: dict[str, JsonValue] = {f"packages.{k}": v for k, v in m.packages.items()}
+    values = {k: v for k, v in run.values.items() if k != "state"}
+    return values | {"graph": m.graph_digest[:12]} | code | packages
+
+
+def first_difference(a: Run, b: Run) -> tuple[int, dict[str, tuple[float, float]]] | None:
+    """The first step of which a measure differs, and which; None if all that both made are equal."""
+    for step in sorted(a.steps.keys() & b.steps.keys()):
+        first, second = a.steps[step], b.steps[step]
+        if found := {
+            k: (v, second[k]) for k, v in first.items() if k in second and second[k] != v and "_s" not in k
+        }:
+            return step, found
+    return None
+
+
+def _compared(a: Run, b: Run, picture: Path | None, *, as_json: bool) -> str:
+    changed, step = differences(a, b), first_difference(a, b)
+    if picture is not None:
+        _overlay(a, b, picture)
+    if as_json:
+        told = {
+            "first": str(a.path),
+            "second": str(b.path),
+            "configuration": changed,
+            "step": None,
+            "measures": {},
+        }
+        return json.dumps(told | ({"step": step[0], "measures": step[1]} if step else {}), indent=2)
+    rows = [[key, _cell(x), _cell(y)] for key, (x, y) in changed.items()]
+    parts = [text_table(["configuration", str(a.path), str(b.path)], rows) if rows else "made of the same"]
+    both = len(a.steps.keys() & b.steps.keys())
+    if step is None:
+        parts.append(f"no difference in the {both} steps that both have made")
+    else:
+        rows = [[key, _cell(x), _cell(y)] for key, (x, y) in step[1].items()]
+        parts += [
+            f"the first step at which they differ is {step[0]} (of {both})",
+            text_table(["measure", "", ""], rows),
+        ]
+    return "\n\n".join(parts)
+
+
+def _overlay(a: Run, b: Run, path: Path) -> None:
+    """The curves of reward and loss of both runs, one over the other."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    plots: Any = pyplot  # its signatures are partly unknown
+    figure, axes = plots.subplots(2, 1, figsize=(9, 6), sharex=True)
+    for place, key in zip(axes, ("reward", "loss"), strict=True):
+        for run in (a, b):
+            known = {step: numbers[key] for step, numbers in run.steps.items() if key in numbers}
+            place.plot(list(known), list(known.values()), label=str(run.path))
+        place.set_ylabel(key)
+        place.legend(fontsize=7)
+    axes[-1].set_xlabel("step")
+    figure.savefig(path, bbox_inches="tight")
+    plots.close(figure)
