@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -337,3 +338,19 @@ def test_calls_are_answered_by_key_and_forgotten_ones_never() -> None:
     assert [a.value for a in calls.answers(wait_s=5)] == [4]
     time.sleep(0.4)
     assert (calls.answers(), calls.abandoned, len(calls)) == ([], 0, 0)
+
+
+def test_the_environment_of_the_documentation_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
+    code = next(
+        part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Guessing" in part
+    )
+    assert len(code.splitlines()) < 60
+    (tmp_path / "guess_number_task.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    named = UserEnvironment(make="guess_number_task:GuessNumber", options={"guesses": 3})  # type: ignore[arg-type]
+    episode = named.reset(Prompt(text="?"), seed=14)  # the secret is 4
+    assert episode.opening == "A number from 0 to 9:"
+    assert episode.step("2") == Turn(text="too small", right=False)
+    assert episode.step("x") == Turn(text="a number, please", reward=-0.1, right=False)
+    assert episode.step(" 4") == Turn(reward=1 / 3, done=True, right=True)

@@ -19,6 +19,7 @@ from arriero.components.environments.environment import Environment
 from arriero.components.generator import Generator
 from arriero.components.rollout_loop import continuously, newer, one_by_one
 from arriero.components.sampling import Sampling
+from arriero.components.stragglers import Stragglers
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import Context, current
 from arriero.engine.stream import Stream
@@ -64,6 +65,8 @@ class Episodes:
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from self.generator.problems(view)
         yield from self.environment.problems()
+        if self.generator.stragglers != Stragglers():
+            yield f"{self.generator.stragglers}: an episode isn't cut into segments; leave these out"
         if "{text}" not in self.observation:
             yield f"observation={self.observation!r} has no {{text}}; put it where the text belongs"
         if self.tokens is not None and self.tokens <= self.sampling.max_new_tokens:
