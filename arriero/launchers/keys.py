@@ -115,8 +115,9 @@ def section(hint: Any) -> Section | None:
         return Section(members={"": classes[0]}, optional=optional)
     for tag in fields(classes[0]):
         values = [_literals(fields(c)[tag].annotation) if tag in fields(c) else [] for c in classes]
-        if all(values):
-            members = {v: c for c, own in zip(classes, values, strict=True) for v in own}
+        members = {v: c for c, own in zip(classes, values, strict=True) for v in own}
+        # A literal that the classes share, such as a schedule, tells none of them apart.
+        if all(values) and len(members) == sum(map(len, values)):
             return Section(members=members, tag=tag, optional=optional)
     return None
 
