@@ -122,7 +122,9 @@ def _files(record: Lineage, run: RunDir) -> Iterator[Finding]:
         now = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
         if now != digest:
             yield Finding(check="files", where=path.name, what="isn't as it was when the run began")
-    if run.read_graph().digest != first.graph_digest:
+    # From the text, not the parsed graph: a later arriero may have added a field to it.
+    graph = json.dumps(json.loads(run.graph.read_bytes()), sort_keys=True, separators=(",", ":"))
+    if hashlib.sha256(graph.encode()).hexdigest() != first.graph_digest:
         yield Finding(check="files", where="graph.json", what="isn't the graph that was run")
     if run.ledger.exists():
         lines = [EVENT.validate_json(line) for line in run.ledger.read_text().splitlines()]

@@ -135,7 +135,7 @@ def _tables(answer: Answer, *, limit: int) -> str:
             names = [f.name for f in fields(kind)]
             shown = [[_cell(getattr(row, n)) for n in names] for row in rows[:limit]]
             more = f" ({limit} shown; --limit N, --json)" if len(rows) > limit else ""
-            parts.append(f"\n{len(rows)} {title}{more}\n{text_table(names, shown)}")
+            parts.append(f"\n{title}: {len(rows)}{more}\n{text_table(names, shown)}")
     return "\n".join(parts)
 
 

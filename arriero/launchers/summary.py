@@ -177,7 +177,7 @@ def result_screen(s: RunSummary, run_dir: Path) -> str:
     lines += [_row("idle", _list(s.idle_share, "{:.0%}"))] if s.idle_share else []
     lines.append(_row("record", str(run_dir)))
     if s.lineage is not None:
-        lines.append(_row("head", f"{s.lineage.head} of {s.lineage.entries} entries; keep it for arriero audit"))
+        lines.append(_row("head", f"{s.lineage.head} ({s.lineage.entries} entries), for arriero audit"))
     return "\n".join(lines)
 
 

@@ -52,7 +52,9 @@ def sql(lineage: Lineage, query: str) -> pa.Table:
             if name in query:
                 connection.register(name, table(lineage, name))
         try:
-            found: pa.Table = connection.execute(query).to_arrow_table()
+            if (relation := connection.sql(query)) is None:
+                raise UserError(f"{query!r} has no result; ask with select")
+            found: pa.Table = relation.to_arrow_table()
         except duckdb.Error as error:
             raise UserError(f"{error}; the tables are {', '.join(NAMES)}") from error
         return found
