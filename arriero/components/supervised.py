@@ -20,7 +20,10 @@ STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ExampleSource(RowSource):
-    """Examples from a file, as `RowSource` reads it. A string is a path."""
+    """Examples from a file, as `RowSource` reads it. A string is a path.
+
+    With an empty `prompt_field` nothing comes before the response: plain text, of which all is trained on.
+    """
 
     prompt_field: str = "prompt"
     response_field: str = "response"
@@ -30,7 +33,8 @@ class ExampleSource(RowSource):
             yield Example(id=f"e{epoch}-r{row}", prompt=prompt, response=response, epoch=epoch, row=row)
 
     def _texts(self, row: Row) -> tuple[str, str]:
-        return row.text(self.prompt_field, "prompt_field"), row.text(self.response_field, "response_field")
+        prompt = row.text(self.prompt_field, "prompt_field") if self.prompt_field else ""
+        return prompt, row.text(self.response_field, "response_field")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import cast
@@ -17,7 +17,7 @@ from pydantic import JsonValue, TypeAdapter
 
 import arriero
 from arriero.launchers.catalog import Pipeline
-from arriero.schemas.manifest import CodeRevision, Hardware, PipelineSource, RunManifest
+from arriero.schemas.manifest import Ancestor, CodeRevision, Hardware, PipelineSource, RunManifest
 
 MASK = "***"
 SECRET_NAME = re.compile(
@@ -63,6 +63,7 @@ def manifest(
         pid=os.getpid(),
         started=started,
         argv=masked_words(argv),
+        ancestors=tuple(ancestors(dumped)),
     )
 
 
@@ -109,6 +110,34 @@ def _mask_json(word: str) -> str:
         if word.startswith(("{", "[")) and SECRET_NAME.search(word)
         else SECRET_IN_ADDRESS.sub(MASK, word)
     )
+
+
+def ancestors(config: JsonValue, option: str = "") -> Iterator[Ancestor]:
+    """The runs whose models a configuration names: directories `model` inside of a run directory."""
+    match config:
+        case dict():
+            for key, value in config.items():
+                yield from ancestors(value, f"{option}.{key}" if option else key)
+        case list():
+            for number, value in enumerate(config):
+                yield from ancestors(value, f"{option}.{number}")
+        case str() if config and Path(config).name == "model":
+            directory = Path(config).resolve()
+            if (manifest := directory.parent / "manifest.json").is_file() and directory.is_dir():
+                yield _ancestor(option, directory, RunManifest.model_validate_json(manifest.read_bytes()))
+        case _:
+            pass
+
+
+def _ancestor(option: str, model: Path, made: RunManifest) -> Ancestor:
+    digest = hashlib.sha256()
+    for file in sorted(model.glob("*.safetensors")):
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return Ancestor(
+        option=option, run_id=made.run_id, run_dir=str(model.parent), pipeline=made.pipeline.function,
+        sha256=digest.hexdigest(),
+    )  # fmt: skip
 
 
 def revisions(folders: Iterable[Path]) -> tuple[CodeRevision, ...]:

@@ -37,6 +37,16 @@ class PipelineSource(Message):
     sha256: str
 
 
+class Ancestor(Message):
+    """The run that made a model this one starts from: `option` names the dotted key of its directory."""
+
+    option: str
+    run_id: str
+    run_dir: str
+    pipeline: str
+    sha256: str  # of the model's safetensors, file by file
+
+
 class RunManifest(Message):
     """`sources`: for each dotted key of `config` "default", the configuration file, or "command line"."""
 
@@ -56,3 +66,4 @@ class RunManifest(Message):
     pid: PositiveInt
     started: AwareDatetime
     argv: tuple[str, ...]
+    ancestors: tuple[Ancestor, ...] = ()

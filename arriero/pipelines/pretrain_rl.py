@@ -1,0 +1,58 @@
+"""Pretraining from scratch, fine-tuning, reinforcement learning: the Echo Chamber study (arXiv:2504.07912).
+
+One configuration, three runs: `--stage pretrain`, `sft` and `rl`, each with the `model/` that the one before
+has left in its run directory. The manifest of a run names the run that its model came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic import ConfigDict, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from arriero.components.losses import CrossEntropy
+from arriero.components.mixture import ExampleMixture
+from arriero.components.optimizer import AdamW, Optimizer
+from arriero.components.supervised import SupervisedBatch
+from arriero.components.trainer import Trainer
+from arriero.engine.graph import Graph
+from arriero.pipelines.aipo import AIPOConfig, aipo
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Supervised:
+    """A supervised stage: its data in shares, and how it learns them."""
+
+    data: ExampleMixture
+    steps: PositiveInt = 1000
+    examples_per_step: PositiveInt = 64
+    max_length: PositiveInt = 1024
+    optimizer: Optimizer = field(default_factory=lambda: AdamW(lr=1e-3, schedule="cosine", floor=0.1))
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class PretrainRLConfig(AIPOConfig):
+    """`pretrain` and `sft` are the supervised stages; all other options are those of the stage `rl`."""
+
+    stage: Literal["pretrain", "sft", "rl"]
+    pretrain: Supervised
+    sft: Supervised
+
+
+def pretrain_rl(cfg: PretrainRLConfig) -> Graph:
+    """The mixture decides what there is to find; RL picks one way of answering from it and turns it up."""
+    if cfg.stage == "rl":
+        return aipo(cfg)
+    stage = cfg.pretrain if cfg.stage == "pretrain" else cfg.sft
+    g = Graph(cfg.stage)
+    examples = g.add(stage.data, name="examples")()
+    batcher = SupervisedBatch(model=cfg.model, examples=stage.examples_per_step, max_length=stage.max_length)
+    batches = g.add(batcher, name="batch")(examples)
+    trainer = Trainer(
+        model=cfg.model, loss=CrossEntropy(), steps=stage.steps, optimizer=stage.optimizer,
+        token_budget=cfg.token_budget, training=cfg.training,
+    )  # fmt: skip
+    g.add(trainer, ranks=cfg.ranks)(batches)
+    return g
