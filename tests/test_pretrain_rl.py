@@ -1,4 +1,4 @@
-"""Pretraining, fine-tuning and reinforcement learning one after the other: each stage learns its own thing."""
+"""Pretraining, fine-tuning and reinforcement learning one after the other: each learns its own thing."""
 
 from __future__ import annotations
 
