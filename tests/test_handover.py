@@ -69,8 +69,8 @@ class Segmented:
     replicas: PositiveInt = 1
     tail: NonNegativeInt = 0
 
-    def puts_back(self) -> bool:
-        return True
+    def puts_back(self) -> int:
+        return 100
 
     async def run(
         self, prompts: Stream[Prompt], weights: Stream[Weights], backlog: Backlog = NO_BACKLOG
@@ -249,7 +249,7 @@ def test_an_edge_of_its_own_shows_in_table_picture_and_json_and_changes_the_dige
     assert ">Continuation</text>" in svg(spec)
     assert Graph.from_spec(GraphSpec.model_validate_json(spec.model_dump_json())).check() == spec
     without = spec.model_copy(
-        update={"nodes": tuple(n.model_copy(update={"puts_back": False}) for n in spec.nodes)}
+        update={"nodes": tuple(n.model_copy(update={"puts_back": 0}) for n in spec.nodes)}
     )
     assert without.digest != spec.digest
 
@@ -258,8 +258,8 @@ def test_an_edge_of_its_own_shows_in_table_picture_and_json_and_changes_the_dige
 class Forgetful:
     """Means to put back, and has nothing to do it with."""
 
-    def puts_back(self) -> bool:
-        return True
+    def puts_back(self) -> int:
+        return 100
 
     async def run(self, prompts: Stream[Prompt]) -> AsyncIterator[Prompt]:
         async for prompt in prompts:
@@ -295,7 +295,7 @@ def test_check_refuses_nodes_that_cant_put_back() -> None:
 
 
 async def test_a_backlog_works_only_in_a_run() -> None:
-    with pytest.raises(RuntimeError, match=r"only inside run\(\) of a component whose puts_back\(\) is true"):
+    with pytest.raises(RuntimeError, match=r"only inside run\(\) of a component that puts_back\(\)"):
         NO_BACKLOG.poll()
 
 

@@ -277,3 +277,9 @@ def test_a_response_needs_a_version_and_a_finite_log_probability_for_every_token
         response(version=-1)
     with pytest.raises(ValueError, match="unequal lengths: tokens 2"):
         response(tokens=2)
+
+
+def test_the_backlog_holds_what_the_tail_works_on_and_as_much_again(model: Path) -> None:
+    assert generator(model).puts_back() == 0
+    assert generator(model, slots=12, segment_tokens=8, tail_replicas=2).puts_back() == 2 * 2 * 4
+    assert generator(model, segment_tokens=8).puts_back() > 10_000  # the graph limits it

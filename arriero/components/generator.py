@@ -66,8 +66,8 @@ class Generator:
     def want(self) -> int:
         return max(1, self.slots // self.samples)
 
-    def puts_back(self) -> bool:
-        return self.stragglers.active
+    def puts_back(self) -> int:
+        return self.stragglers.backlog(self.want())
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from self.stragglers.problems(

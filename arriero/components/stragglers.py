@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+_MANY = 1 << 16  # the graph knows how many prompts there can be
 OnTimeout = Literal["drop", "resubmit"]
 
 
@@ -32,6 +33,16 @@ class Stragglers:
     def active(self) -> bool:
         """Whether anything of this is on."""
         return bool(self.segment_tokens or self.longest_first or self.on_timeout == "resubmit")
+
+    def backlog(self, at_once: int) -> int:
+        """Continuations that may be under way, if a replica works on `at_once` groups.
+
+        With tail replicas, what they work on and as much again. More would wait for them while the others do
+        nothing about it; those go on with it themselves.
+        """
+        if not self.active:
+            return 0
+        return 2 * self.tail_replicas * at_once or _MANY
 
     def expected_in_tail(self, tokens: int) -> bool:
         """Whether a prompt is for the tail replicas, if its longest response had `tokens` (0: unknown)."""

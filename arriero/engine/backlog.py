@@ -5,8 +5,8 @@
                +-------+  continuations
 
 A component asks for it with a parameter `backlog: Backlog = NO_BACKLOG` of `run`, and says with `puts_back()`
-whether its configuration makes use of it. Nobody waits for room on this edge: what it refuses, the holder
-goes on with. So it can't be part of a deadlock, whatever its capacity.
+for how many records, or that its configuration has no use for it. Nobody waits for room on this edge: what it
+refuses, the holder goes on with. So it can't be part of a deadlock, whatever its capacity.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Backlog:
 
     def _running(self) -> LiveBacklog:
         if self._live is None:
-            raise RuntimeError("a backlog works only inside run() of a component whose puts_back() is true")
+            raise RuntimeError("a backlog works only inside run() of a component that puts_back()")
         return self._live
 
 

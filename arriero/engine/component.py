@@ -62,9 +62,9 @@ class HasWant(Protocol):
 
 @runtime_checkable
 class PutsBack(Protocol):
-    """A component with a `Backlog`: whether it makes use of it, as it is configured."""
+    """A component with a `Backlog`: how many records it is to hold, as configured; 0: it needs none."""
 
-    def puts_back(self) -> bool: ...
+    def puts_back(self) -> int: ...
 
 
 @runtime_checkable

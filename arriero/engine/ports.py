@@ -55,20 +55,20 @@ def ports(component: object) -> tuple[dict[str, type[Record]], type[Record]]:
     return records, record_type(typing.get_args(gives)[0], f"{kind}.run")
 
 
-def puts_back(component: object) -> bool:
-    """Whether the component, as configured, puts records back on an edge of its own.
+def puts_back(component: object) -> int:
+    """How many records the component, as configured, wants to have on an edge of its own; 0: it has none.
 
     Raises GraphError if it means to and its `run` takes no backlog.
     """
-    if not isinstance(component, PutsBack) or not component.puts_back():
-        return False
+    if not isinstance(component, PutsBack) or not (most := component.puts_back()):
+        return 0
     run = getattr(type(component), "run", None)
     if run is None or "backlog" not in inspect.signature(run).parameters:
         kind = type(component).__name__
         raise GraphError(
-            f"{kind}.puts_back() is true; give {kind}.run a parameter backlog: Backlog = NO_BACKLOG"
+            f"{kind}.puts_back() is {most}; give {kind}.run a parameter backlog: Backlog = NO_BACKLOG"
         )
-    return True
+    return most
 
 
 def _function_ports(

@@ -75,14 +75,15 @@ def capacities(spec: GraphSpec) -> dict[str, Capacity]:
 
 
 def backlogs(spec: GraphSpec) -> dict[str, Capacity]:
-    """Capacity of the edge that a node puts back on: room for all prompts that the loops admit, twice.
+    """Capacity of the edge that a node puts back on: what it wants, but no more than twice what loops admit.
 
-    For a moment a continuation lies beside the one whose place it takes. Nobody waits for room on such an
-    edge, so it adds nothing to the flow of records and no way to a deadlock.
+    Twice, because a continuation lies beside the one whose place it takes for a moment. Nobody waits for room
+    on such an edge, so it adds nothing to the flow of records and no way to a deadlock.
     """
-    names = [n.name for n in spec.nodes if n.puts_back]
-    most = max((w.limit(0, 0) for w in windows(spec)), default=0) if names else 0
-    return {backlog_edge(name): Capacity(messages=2 * max(most, 16)) for name in names}
+    nodes = [n for n in spec.nodes if n.puts_back]
+    admitted = max((w.limit(0, 0) for w in windows(spec)), default=0) if nodes else 0
+    most = 2 * max(admitted, 16)
+    return {backlog_edge(n.name): Capacity(messages=min(n.puts_back, most)) for n in nodes}
 
 
 def run_symbolically(spec: GraphSpec, capacity: Mapping[str, Capacity]) -> None:

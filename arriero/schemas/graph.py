@@ -39,7 +39,8 @@ class Resources(Message):
 class NodeSpec(Message):
     """A component in its place. `component` is `module:Class`, `config` its fields as JSON.
 
-    `puts_back`: it has an edge of its own, on which its replicas put what any of them may go on with.
+    `puts_back`: records at most on an edge of its own, where its replicas put what any of them may go on
+    with; 0: it has none.
     """
 
     name: str
@@ -53,7 +54,7 @@ class NodeSpec(Message):
     role: str
     resources: Resources = Resources()
     capacity: Capacity | None = None
-    puts_back: bool = False
+    puts_back: NonNegativeInt = 0
 
 
 class LoopSpec(Message):
