@@ -19,27 +19,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Listener
 from threading import Condition, Thread
 
+from arriero.engine.weights import lease_messages as messages
 from arriero.engine.weights.layout import WeightError
-from arriero.engine.weights.lease_messages import (
-    Answer,
-    Done,
-    Found,
-    Granted,
-    Join,
-    Leave,
-    Link,
-    Newest,
-    Refused,
-    Release,
-    Report,
-    Request,
-    Send,
-    Take,
-    Welcome,
-    prove,
-    receive_request,
-    send,
-)
 from arriero.engine.weights.transport import Outcome
 from arriero.schemas.weights import WeightManifest
 
@@ -58,7 +39,7 @@ class Visitor:
     version: int = -1  # that it took last
 
 
-Welcoming = Callable[[Join], tuple[bytes, Callable[[], Callable[[int, Send], None] | None]]]
+Welcoming = Callable[[messages.Join], tuple[bytes, Callable[[], Callable[[int, messages.Send], None] | None]]]
 """Gives the bytes for `Welcome.extra`, and what to do once they are sent: it gives what serves a `Send`."""
 
 
@@ -82,7 +63,7 @@ class LeaseServer:
         self._versions: list[int | None] = [None] * slots
         self._manifest: WeightManifest | None = None
         self._visitors: dict[str, Visitor] = {}
-        self._links: dict[Link, Thread] = {}
+        self._links: dict[messages.Link, Thread] = {}
         self._closed = False
         Thread(target=self._accept, name="arriero-weights", daemon=True).start()
 
@@ -136,7 +117,7 @@ class LeaseServer:
     def _accept(self) -> None:
         while True:
             try:
-                link: Link = self._listener.accept()
+                link: messages.Link = self._listener.accept()
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     return  # closed
@@ -147,18 +128,22 @@ class LeaseServer:
                 self._links[link] = thread
             thread.start()
 
-    def _visit(self, link: Link) -> None:
+    def _visit(self, link: messages.Link) -> None:
         visitor: Visitor | None = None
         try:
-            prove(link, self._secret, first=True)
+            messages.prove(link, self._secret, first=True)
             visitor, serve = self._join(link)
             while True:
-                request = receive_request(link)
+                request = messages.receive_request(link)
                 answer = self._answer(visitor, request)
-                send(link, answer)
-                if isinstance(request, Leave):
+                messages.send(link, answer)
+                if isinstance(request, messages.Leave):
                     return
-                if isinstance(request, Send) and isinstance(answer, Granted) and serve is not None:
+                if (
+                    isinstance(request, messages.Send)
+                    and isinstance(answer, messages.Granted)
+                    and serve is not None
+                ):
                     serve(answer.slot, request)
         except (EOFError, OSError):
             if visitor is not None:
@@ -173,51 +158,51 @@ class LeaseServer:
                 self._links.pop(link, None)
             link.close()
 
-    def _join(self, link: Link) -> tuple[Visitor, Callable[[int, Send], None] | None]:
-        join = receive_request(link)
-        if not isinstance(join, Join):
+    def _join(self, link: messages.Link) -> tuple[Visitor, Callable[[int, messages.Send], None] | None]:
+        join = messages.receive_request(link)
+        if not isinstance(join, messages.Join):
             raise WeightError(f"{type(join).__name__} before Join")
         extra, then = self._welcome(join)
-        send(link, Welcome(self._session, self._plan, self.addresses, extra))
+        messages.send(link, messages.Welcome(self._session, self._plan, self.addresses, extra))
         serve = then()
         visitor = Visitor(join.name)
         with self._changed:
             self._visitors[join.name] = visitor
         return visitor, serve
 
-    def _answer(self, visitor: Visitor, request: Request) -> Answer:
+    def _answer(self, visitor: Visitor, request: messages.Request) -> messages.Answer:
         with self._changed:
             match request:
-                case Newest(after, wait_s):
+                case messages.Newest(after, wait_s):
                     self._changed.wait_for(lambda: self._closed or self._beyond(after) is not None, wait_s)
                     manifest = self._beyond(after)
-                    return Found(b"" if manifest is None else manifest.model_dump_json().encode())
-                case Take(session, version):
+                    return messages.Found(b"" if manifest is None else manifest.model_dump_json().encode())
+                case messages.Take(session, version):
                     if session != self._session:
-                        return Refused(f"version {version} is of another run")
+                        return messages.Refused(f"version {version} is of another run")
                     if version not in self._versions:
-                        return Refused(f"version {version} is no longer there", stale=True)
+                        return messages.Refused(f"version {version} is no longer there", stale=True)
                     visitor.slot, visitor.since = self._versions.index(version), time.monotonic()
                     visitor.version = version
                     self._changed.notify_all()
-                    return Granted(visitor.slot)
-                case Send():
+                    return messages.Granted(visitor.slot)
+                case messages.Send():
                     if visitor.slot is None:
-                        return Refused("the lease has been taken away", stale=True)
-                    return Granted(visitor.slot)
-                case Release():
+                        return messages.Refused("the lease has been taken away", stale=True)
+                    return messages.Granted(visitor.slot)
+                case messages.Release():
                     held, visitor.slot = visitor.slot is not None, None
                     self._changed.notify_all()
-                    return Done(held)
-                case Report(version, error):
+                    return messages.Done(held)
+                case messages.Report(version, error):
                     visitor.outcome = Outcome(version, error)
                     self._changed.notify_all()
-                    return Done()
-                case Leave():
+                    return messages.Done()
+                case messages.Leave():
                     self._visitors.pop(visitor.name, None)
-                    return Done()
-                case Join():
-                    return Refused(f"{visitor.name} has joined already")
+                    return messages.Done()
+                case messages.Join():
+                    return messages.Refused(f"{visitor.name} has joined already")
 
     def _beyond(self, after: int) -> WeightManifest | None:
         manifest = self._manifest
@@ -235,7 +220,7 @@ class LeaseServer:
             self._changed.notify_all()
 
 
-def _hung_up(link: Link) -> bool:
+def _hung_up(link: messages.Link) -> bool:
     try:
         if link.poll(1.0):
             link.recv_bytes()

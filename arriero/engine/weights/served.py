@@ -12,27 +12,9 @@ from secrets import token_hex
 
 import msgspec
 
+from arriero.engine.weights import lease_messages as messages
 from arriero.engine.weights.copying import Bytes, warm_buffer
 from arriero.engine.weights.layout import StaleWeights, WeightError
-from arriero.engine.weights.lease_messages import (
-    Answer,
-    Done,
-    Found,
-    Granted,
-    Join,
-    Leave,
-    Link,
-    Newest,
-    Refused,
-    Release,
-    Report,
-    Request,
-    Take,
-    Welcome,
-    prove,
-    receive_answer,
-    send,
-)
 from arriero.engine.weights.lease_server import LeaseServer, Welcoming
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import OneRank, Ranks, first_says
@@ -100,21 +82,21 @@ class Source:
         self.rank, self._bound_s = rank, bound_s
         self._where = f"source rank {rank} at {address[0]}:{address[1]}"
         try:
-            self._link: Link = Client(address)
-            prove(self._link, secret, first=False)
+            self._link: messages.Link = Client(address)
+            messages.prove(self._link, secret, first=False)
         except (OSError, EOFError) as error:
             raise WeightError(f"{self._where}: {str(error) or type(error).__name__}") from error
 
-    def ask(self, request: Request, wait_s: float = 0.0) -> Answer:
+    def ask(self, request: messages.Request, wait_s: float = 0.0) -> messages.Answer:
         """The answer; WeightError if it is a refusal, or if there is none in time."""
         try:
-            send(self._link, request)
+            messages.send(self._link, request)
             if not self._link.poll(wait_s + self._bound_s):
                 raise WeightError(f"{self._where} has not answered for {wait_s + self._bound_s:.0f} s")
-            answer = receive_answer(self._link)
+            answer = messages.receive_answer(self._link)
         except (OSError, EOFError) as error:
             raise WeightError(f"{self._where} is gone: {str(error) or type(error).__name__}") from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise (StaleWeights if answer.stale else WeightError)(answer.error)
         return answer
 
@@ -144,8 +126,8 @@ class ServedInlet:
         self.source(0)
 
     def newest(self, after: int = -1, wait_s: float = 0.0) -> WeightManifest | None:
-        found = self.source(0).ask(Newest(after, wait_s), wait_s)
-        assert isinstance(found, Found), "what Newest is answered with"
+        found = self.source(0).ask(messages.Newest(after, wait_s), wait_s)
+        assert isinstance(found, messages.Found), "what Newest is answered with"
         return WeightManifest.model_validate_json(found.manifest) if found.manifest else None
 
     def plan(self, session: str) -> Plan:
@@ -160,8 +142,8 @@ class ServedInlet:
         held: list[Source] = []
         try:
             for rank in dict.fromkeys(span.source for span in spans):
-                granted = self.source(rank).ask(Take(manifest.session, manifest.version))
-                assert isinstance(granted, Granted), "what Take is answered with"
+                granted = self.source(rank).ask(messages.Take(manifest.session, manifest.version))
+                assert isinstance(granted, messages.Granted), "what Take is answered with"
                 held.append(self.source(rank))
                 if granted.slot != manifest.slot:
                     raise StaleWeights(f"version {manifest.version} is in another slot")
@@ -174,22 +156,18 @@ class ServedInlet:
             for source in held:
                 self.disconnect(source.rank)
             if self._lost(manifest, [source.rank for source in held]):
-                raise StaleWeights(
-                    f"{self._name} was overtaken: version {manifest.version} was overwritten as it was read"
-                ) from error
+                raise self._overtaken(manifest) from error
             raise
         if self._release(held):
-            raise StaleWeights(
-                f"{self._name} was overtaken: version {manifest.version} was overwritten as it was read"
-            )
+            raise self._overtaken(manifest)
 
     def report(self, version: int, error: str) -> None:
-        self.source(0).ask(Report(version, error))
+        self.source(0).ask(messages.Report(version, error))
 
     def close(self) -> None:
         for rank, source in list(self.sources.items()):
             with suppress(WeightError):  # it may be gone already
-                source.ask(Leave())
+                source.ask(messages.Leave())
             self.disconnect(rank)
 
     def _release(self, held: Sequence[Source]) -> bool:
@@ -197,18 +175,23 @@ class ServedInlet:
         overtaken = False
         for source in held:
             try:
-                answer = source.ask(Release())
-                overtaken |= isinstance(answer, Done) and not answer.valid
+                answer = source.ask(messages.Release())
+                overtaken |= isinstance(answer, messages.Done) and not answer.valid
             except WeightError:
                 self.disconnect(source.rank)
         return overtaken
+
+    def _overtaken(self, manifest: WeightManifest) -> StaleWeights:
+        return StaleWeights(
+            f"{self._name} was overtaken: version {manifest.version} was overwritten as it was read"
+        )
 
     def _lost(self, manifest: WeightManifest, ranks: Sequence[int]) -> bool:
         """Whether one of the source ranks no longer has this version."""
         try:
             for rank in ranks:
-                self.source(rank).ask(Take(manifest.session, manifest.version))
-                self.source(rank).ask(Release())
+                self.source(rank).ask(messages.Take(manifest.session, manifest.version))
+                self.source(rank).ask(messages.Release())
         except StaleWeights:
             return True
         except WeightError:
@@ -219,8 +202,8 @@ class ServedInlet:
         """The connection to a source rank, made when it is first needed, and anew after an error."""
         if rank not in self.sources:
             source = Source(rank, self._addresses[rank], self._secret, self._bound_s)
-            welcome = source.ask(Join(self._name))
-            assert isinstance(welcome, Welcome), "what Join is answered with"
+            welcome = source.ask(messages.Join(self._name))
+            assert isinstance(welcome, messages.Welcome), "what Join is answered with"
             if self._plan is None or self._plan[0] != welcome.session:
                 self._plan = welcome.session, Plan.decode(welcome.plan)
             self._addresses = welcome.addresses
