@@ -22,6 +22,7 @@ from arriero.components.prompts import PromptSource
 from arriero.components.rewards import Function
 from arriero.components.rollout_engine import Completion, Request
 from arriero.components.sampling import Sampling
+from arriero.components.stragglers import Stragglers
 from arriero.components.training import TrainState, load_policy
 from arriero.launchers.launch import inline
 from arriero.launchers.options import LaunchOptions
@@ -61,9 +62,16 @@ def data(tmp_path: Path) -> Path:
 
 
 def run_graph(
-    model: Path, data: Path, run_dir: Path, *, staleness: int, generators: int
+    model: Path,
+    data: Path,
+    run_dir: Path,
+    *,
+    staleness: int,
+    generators: int,
+    stragglers: Stragglers = Stragglers(),  # noqa: B008  # frozen
 ) -> dict[str, torch.Tensor]:
     config = AIPOConfig(
+        stragglers=stragglers,
         model=str(model),
         data=PromptSource(path=str(data), seed=3),
         reward=Function(function=share_of_threes, isolate=False),  # `seen` is this process's
@@ -153,3 +161,27 @@ def test_two_deterministic_runs_with_one_step_of_delay_are_equal_to_the_bit(
     first = run_graph(model, data, tmp_path / "first", staleness=1, generators=2)
     again = run_graph(model, data, tmp_path / "again", staleness=1, generators=3)
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_responses_cut_into_segments_are_the_same_to_the_bit_on_one_replica_and_on_three(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    """And the same tokens as uncut ones; their log-probabilities differ by rounding only."""
+    segments = Stragglers(segment_tokens=2)
+    states: list[dict[str, torch.Tensor]] = []
+    sampled: list[list[Sampled]] = []
+    for name, generators, policy in (
+        ("one", 1, segments),
+        ("three", 3, segments),
+        ("whole", 1, Stragglers()),
+    ):
+        seen.clear()
+        run_dir = tmp_path / name
+        states.append(run_graph(model, data, run_dir, staleness=0, generators=generators, stragglers=policy))
+        sampled.append(sorted(seen))
+    one, three, whole = sampled
+    assert one == three
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    for (prompt, tokens, logprobs), (same, others, rounded) in zip(one, whole, strict=True):
+        assert (prompt, tokens) == (same, others)
+        assert np.allclose(logprobs, rounded, atol=1e-4)

@@ -269,6 +269,13 @@ def response(*, tokens: int = 1, version: int = 0, logprob: float = -0.5) -> Res
     )
 
 
+def test_check_refuses_stop_strings_across_segments_where_the_engine_would_miss_them(model: Path) -> None:
+    found = "\n".join(generator(model, segment_tokens=8, stop=("x",), engine="vllm").problems(Alone()))
+    assert "leave out sampling.stop or stragglers.segment_tokens" in found
+    found = "\n".join(generator(model, segment_tokens=8, engine="vllm").problems(Alone()))
+    assert "stragglers.segment_tokens" not in found
+
+
 def test_a_response_needs_a_version_and_a_finite_log_probability_for_every_token() -> None:
     assert response().finish is None
     with pytest.raises(ValueError, match="needs a finite log-probability and a version"):

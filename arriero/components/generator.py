@@ -77,6 +77,11 @@ class Generator:
         yield from [] if unloadable else self.chat.problems(self.model)
         if self.engine == "vllm":
             yield from self.vllm.problems(self.sampling)
+            if self.stragglers.segment_tokens and self.sampling.stop:
+                yield (
+                    "engine=vllm looks for a stop string only in what it sampled itself, and one may begin "
+                    "in the segment before; leave out sampling.stop or stragglers.segment_tokens"
+                )
             if self.standby:
                 yield "engine=vllm doesn't read standby; leave it out"
         elif self.vllm != VLLMOptions():

@@ -77,7 +77,7 @@ class VLLMEngine:
             most=self._config.sampling.max_new_tokens,
         )
         if self.idle and requests:
-            self._begin_anew([request.seed for request in requests])
+            self._begin_anew([request.seed + request.sampled for request in requests])
         for request in requests:
             self._submit(request)
             self._open[request.key] = request
