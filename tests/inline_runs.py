@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from arriero.components.optimizer import AdamW
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import Function
 from arriero.components.sampling import Sampling
@@ -50,7 +51,7 @@ def policy_gradient_fields(path: Path, **fields: Any) -> dict[str, Any]:
         "data": PromptSource(path=str(data), seed=3),
         "reward": Function(function=share_of_threes, isolate=False),
         "sampling": Sampling(max_new_tokens=5),
-        "optimizer": {"lr": 1e-2},
+        "optimizer": AdamW(lr=1e-2),
         "steps": 12,
         "groups_per_step": 8,
         "samples": 8,

@@ -145,7 +145,7 @@ def test_dapo_refuses_a_buffer_longer_than_a_response(tmp_path: Path) -> None:
 
 
 def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -> None:
-    steps = steps_of(graph("dapo", tmp_path, steps=2, samples=3, optimizer={"lr": 1e-6}), tmp_path / "run")
+    steps = steps_of(graph("dapo", tmp_path, steps=2, samples=3, optimizer=AdamW(lr=1e-6)), tmp_path / "run")
     # Fifteen tokens a group at 1 in 32: most groups have no 3 at all, and still every step has its 8 groups.
     assert [s["tokens"] > 8 * 3 * 2 for s in steps] == [True, True]
     dropped = (tmp_path / "run" / "ledger.jsonl").read_text().count("all rewards are 0.0")
