@@ -20,8 +20,9 @@ Work = Callable[[int, Path], None]
 
 def run_ranks(work: Work, directory: Path, *, ranks: int) -> None:
     """`work(rank, directory)` on every rank; what they find they write into `directory`."""
-    spawn = multiprocessing.get_context("spawn")
-    crew = [spawn.Process(target=_enter, args=(work, r, ranks, directory)) for r in range(ranks)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.training_states"])  # torch and transformers are imported once
+    crew = [context.Process(target=_enter, args=(work, r, ranks, directory)) for r in range(ranks)]
     for process in crew:
         process.start()
     wait([process.sentinel for process in crew], timeout=100)  # the first: with an error the others hang

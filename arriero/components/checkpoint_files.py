@@ -8,11 +8,13 @@ Through torch.distributed.checkpoint, in its safetensors form: nothing in the fi
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +34,8 @@ def write_checkpoint(state: TrainState, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     untyped: tuple[Any, Any] = (dcp, HuggingFaceStorageWriter)
     writer = untyped[1](path=str(directory), save_distributed=True)
-    untyped[0].save(_stored(state.checkpoint()), storage_writer=writer, no_dist=not dist.is_initialized())
+    with _quiet():
+        untyped[0].save(_stored(state.checkpoint()), storage_writer=writer)
 
 
 def read_checkpoint(state: TrainState, directory: Path) -> None:
@@ -49,18 +52,27 @@ def read_checkpoint(state: TrainState, directory: Path) -> None:
     untyped: tuple[Any, Any] = (dcp, HuggingFaceStorageReader)
     reader = untyped[1](path=str(directory))
     counted = _stored({name: torch.tensor(0) for name in _COUNTERS})
-    alone = not dist.is_initialized()
-    untyped[0].load(counted, storage_reader=reader, no_dist=alone)
+    with _quiet():
+        untyped[0].load(counted, storage_reader=reader)
     tensors = _stored(state.blank(int(counted["updates"])))
     held = set(reader.read_metadata().state_dict_metadata)
     if missing := sorted(tensors.keys() - held):
         raise ValueError(
             f"the checkpoint {directory} lacks {len(missing)} of {len(tensors)} tensors: {missing[:3]}"
         )
-    untyped[0].load(tensors, storage_reader=untyped[1](path=str(directory)), no_dist=alone)
+    with _quiet():
+        untyped[0].load(tensors, storage_reader=untyped[1](path=str(directory)))
     state.restore(tensors)
 
 
 def _stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Counters as vectors of one number: the files hold no scalars."""
     return {name: t.reshape(1) if name in _COUNTERS else t for name, t in tensors.items()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """One process alone is meant, and no reason for a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
