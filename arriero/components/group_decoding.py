@@ -106,12 +106,12 @@ class GroupDecoding:
 
     def prepare(self, weights: Weights) -> None:
         """Receive a version beside the one in use; may run in another thread."""
-        self._engine.prepare(_published(weights))
+        self._engine.prepare(published(weights))
 
     def load(self, weights: Weights) -> None:
         """Take a version; running requests go on with it."""
         if weights.version != self.version:
-            self._engine.take(_published(weights))
+            self._engine.take(published(weights))
 
     def add(self, record: Prompt | Continuation) -> Dropped | None:
         """Start the rollouts of a prompt or go on with them, or say why not.
@@ -250,7 +250,7 @@ def _came(record: Prompt | Continuation) -> Continuation:
     return record if isinstance(record, Continuation) else Continuation(prompt=record)
 
 
-def _published(weights: Weights) -> WeightManifest:
+def published(weights: Weights) -> WeightManifest:
     if weights.manifest is None:
         raise ValueError(
             f"version {weights.version} came without a manifest; its producer must publish weights"

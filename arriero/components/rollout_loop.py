@@ -1,4 +1,4 @@
-"""How a generator goes through its prompts: continuously, or in deterministic runs one after the other.
+"""How a component without a backlog goes through its prompts: continuously, or in deterministic runs in turn.
 
 Both only decide when; what a prompt becomes is the `Decoding`'s. Nothing here waits for the trainer unless a
 prompt was admitted for a version that isn't there yet.
@@ -10,18 +10,16 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, TypeVar
 
 from arriero.components.compute import ComputeThread
+from arriero.components.weight_intake import WeightIntake
 from arriero.engine.stream import Stream
-from arriero.schemas.messages import Dropped, Prompt, Weights
+from arriero.schemas.messages import Dropped, Prompt
 
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
 
 
 class Decoding(Protocol[R_co]):
-    """Prompts in, records out, weights in place. `idle`: nothing is under way."""
-
-    @property
-    def version(self) -> int: ...
+    """Prompts in, records out. `idle`: nothing is under way."""
 
     @property
     def has_room(self) -> bool: ...
@@ -29,51 +27,37 @@ class Decoding(Protocol[R_co]):
     @property
     def idle(self) -> bool: ...
 
-    def load(self, weights: Weights) -> None: ...
-
-    def add(self, prompt: Prompt) -> Dropped | None: ...
+    def add(self, prompt: Prompt) -> None: ...
 
     def step(self) -> Sequence[R_co | Dropped]: ...
 
 
 async def continuously(
-    prompts: Stream[Prompt], weights: Stream[Weights], work: Decoding[R], compute: ComputeThread
+    prompts: Stream[Prompt], intake: WeightIntake, work: Decoding[R], compute: ComputeThread
 ) -> AsyncIterator[R | Dropped]:
     """Take the newest weights between two steps, and prompts whenever there is room."""
     waiting: Prompt | None = None
     while True:
-        if (version := weights.poll()) is not None:
-            await compute(work.load, version)
+        await intake.follow()
         while work.has_room and (prompt := waiting or prompts.poll()) is not None:
             waiting = None
-            while work.version < prompt.min_version:
-                await compute(work.load, await newer(weights))
-            if (refused := work.add(prompt)) is not None:
-                yield refused
+            await intake.reach(prompt.min_version)
+            work.add(prompt)
         if work.idle:
             if (waiting := await prompts.next()) is None:
                 return
             continue
-        for group in await compute(work.step):
-            yield group
+        for record in await compute(work.step):
+            yield record
 
 
 async def one_by_one(
-    prompts: Stream[Prompt], weights: Stream[Weights], work: Decoding[R], compute: ComputeThread
+    prompts: Stream[Prompt], intake: WeightIntake, work: Decoding[R], compute: ComputeThread
 ) -> AsyncIterator[R | Dropped]:
     """Each prompt alone, with exactly the version it was admitted for."""
     async for prompt in prompts:
-        if work.version != prompt.min_version:
-            await compute(work.load, await weights.at(prompt.min_version))
-        if (refused := work.add(prompt)) is not None:
-            yield refused
+        await intake.use(prompt.min_version)
+        work.add(prompt)
         while not work.idle:
-            for group in await compute(work.step):
-                yield group
-
-
-async def newer(weights: Stream[Weights]) -> Weights:
-    """The next version, waited for."""
-    if (version := await weights.next()) is None:
-        raise RuntimeError("the loop of the weights ended while prompts still come")
-    return version
+            for record in await compute(work.step):
+                yield record

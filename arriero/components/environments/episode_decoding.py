@@ -28,7 +28,7 @@ from arriero.components.environments.calls import Answer, Calls
 from arriero.components.environments.conversation import Conversation, Finish
 from arriero.components.environments.environment import Episode, Turn
 from arriero.components.environments.tools import Toolbox
-from arriero.components.group_decoding import request_seed
+from arriero.components.group_decoding import published, request_seed
 from arriero.components.packing import check_vocabulary
 from arriero.components.policy import load_tokenizer
 from arriero.components.rollout_engine import Completion, Request, open_engine
@@ -115,23 +115,23 @@ class EpisodeDecoding:
     def idle(self) -> bool:
         return not self._groups
 
+    def prepare(self, weights: Weights) -> None:
+        """Receive a version beside the one in use; may run in another thread."""
+        self._engine.prepare(published(weights))
+
     def load(self, weights: Weights) -> None:
         """Take a version; running turns go on with it."""
-        if weights.version == self.version:
-            return
-        if weights.manifest is None:
-            raise ValueError(f"version {weights.version} has no manifest; its producer must publish weights")
-        self._engine.take(weights.manifest)
+        if weights.version != self.version:
+            self._engine.take(published(weights))
 
-    def add(self, prompt: Prompt) -> Dropped | None:
-        """Begin the episodes of a prompt; None, since whether it fits shows when they have begun."""
+    def add(self, prompt: Prompt) -> None:
+        """Begin the episodes of a prompt; whether it fits shows when they have begun."""
         seeds = [request_seed(self._context.seed, prompt.id, n) for n in range(self._config.samples)]
         group = [_Open(key=f"{prompt.id}/{n:04}", seed=s, prompt=prompt) for n, s in enumerate(seeds)]
         self._groups[prompt.id] = group
         for one in group:
             self._open[one.key] = one
             self._calls.submit(one.key, partial(self._begun, prompt, one.seed))
-        return None
 
     def step(self) -> list[ScoredGroup | Dropped]:
         """Hear the environments, decode one token for whoever speaks; the groups that are complete."""

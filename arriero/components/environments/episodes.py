@@ -17,9 +17,10 @@ from pydantic.dataclasses import dataclass
 from arriero.components.compute import ComputeThread
 from arriero.components.environments.environment import Environment
 from arriero.components.generator import Generator
-from arriero.components.rollout_loop import continuously, newer, one_by_one
+from arriero.components.rollout_loop import continuously, one_by_one
 from arriero.components.sampling import Sampling
 from arriero.components.stragglers import Stragglers
+from arriero.components.weight_intake import WeightIntake
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import Context, current
 from arriero.engine.stream import Stream
@@ -85,12 +86,14 @@ class Episodes:
     ) -> AsyncIterator[ScoredGroup | Dropped]:
         with ComputeThread("episodes") as compute:
             work = await compute(self._load, current())
+            intake = WeightIntake(weights, work, compute, standby=self.generator.standby)
             try:
-                await compute(work.load, await newer(weights))
+                await intake.reach(0)
                 drive = one_by_one if current().deterministic else continuously
-                async for group in drive(prompts, weights, work, compute):
+                async for group in drive(prompts, intake, work, compute):
                     yield group
             finally:
+                await intake.close()
                 await compute(work.close)
 
     def _load(self, context: Context) -> EpisodeDecoding:
