@@ -202,6 +202,8 @@ def own_logprobs(token_ids: NDArray[np.int32], flat: Any) -> NDArray[np.float32]
     own = np.full(len(token_ids), np.nan, np.float32)
     if flat is None or len(flat.start_indices) != len(token_ids):
         return own
+    if len(flat.token_ids) == len(token_ids) and np.array_equal(flat.token_ids, token_ids):
+        return np.asarray(flat.logprobs, np.float32)  # one token per position, and it is the one
     for i, (token, begin, end) in enumerate(
         zip(token_ids.tolist(), flat.start_indices, flat.end_indices, strict=True)
     ):
