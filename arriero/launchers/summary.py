@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
@@ -10,11 +11,14 @@ from statistics import fmean, median
 from typing import Literal
 
 from arriero.engine.planner.calibrate import expected, firings
+from arriero.engine.planner.cycles import Cycle
 from arriero.engine.runtime.ledger import Ledger
 from arriero.launchers.evaluations import Evaluations, evaluation_table
 from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.ledger import Event, Trained
 from arriero.schemas.run import NodeStatus, RoleStatus, RunSummary
+
+log = logging.getLogger(__name__)
 
 State = Literal["finished", "failed", "stopped"]
 _EDGE_SHARE = 0.1  # of the steps: what `reward_first` and `reward_last` are means of
@@ -106,7 +110,7 @@ class Account:
         reports = [r for v in self.evaluations.versions for r in self.evaluations.report(v)]
         whole = [r.pass_at[1].value for r in reports if not r.source]
         firing_s = self.firing_s() if self._trained else {}
-        predicted_s, bound = expected(self._spec, firing_s) if firing_s else (None, None)
+        predicted_s, bound = self._expected(firing_s)
         return RunSummary(
             state=state,
             steps=self.steps,
@@ -132,8 +136,12 @@ class Account:
             error=error,
         )
 
-    def _statuses(self, node: NodeSpec) -> list[NodeStatus]:
-        return [s for (name, _), s in self._work.items() if name == node.name]
+    def _expected(self, firing_s: dict[str, float]) -> tuple[float, Cycle] | tuple[None, None]:
+        try:
+            return expected(self._spec, firing_s) if firing_s else (None, None)
+        except (RuntimeError, ValueError):  # how a run ended must be told, whatever the planner makes of it
+            log.warning("no prediction of the step", exc_info=True)
+            return None, None
 
     def _processes(self, role: str) -> list[list[NodeStatus]]:
         """The statuses of the role's nodes, replica by replica."""

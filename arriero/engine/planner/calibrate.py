@@ -22,13 +22,14 @@ from arriero.engine.planner.scenario import Scenario
 from arriero.engine.planner.simulation import simulate
 from arriero.engine.planner.times import Duration, Fixed, Recorded
 from arriero.engine.planner.trace import Trace
-from arriero.engine.rates import windows
+from arriero.engine.rates import repetitions, windows
 from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.ledger import Event, Trained
 
 Line = Mapping[str, object]
 _WARM_UP = 2
 _STEPS = 20  # enough for a steady state of equal firings
+_FIRINGS = 200_000  # some seconds of simulation
 _WORTH = 0.97  # of the step: changes that save less aren't named
 
 
@@ -60,9 +61,14 @@ def bounded(spec: GraphSpec, times: Mapping[str, Duration]) -> Cycle:
 
 
 def expected(spec: GraphSpec, firing_s: Mapping[str, float]) -> tuple[float, Cycle]:
-    """Seconds of a step when `spec` is simulated with firings that always take so long, and their bound."""
+    """Seconds of a step when `spec` is simulated with firings that always take so long, and their bound.
+
+    Takes seconds at most: of a very large graph fewer steps are simulated.
+    """
     times = {name: Fixed(seconds) for name, seconds in firing_s.items()}
-    return simulate(spec, Scenario(times=times, steps=_STEPS)).step_s(), bounded(spec, times)
+    firings_a_step = sum(repetitions(spec).values())
+    steps = max(_WARM_UP + 3, min(_STEPS, _FIRINGS // firings_a_step))
+    return simulate(spec, Scenario(times=times, steps=steps)).step_s(), bounded(spec, times)
 
 
 @dataclass(frozen=True)
