@@ -43,7 +43,7 @@ def toy(cfg: Config) -> Graph:
 def manifest(*argv: str, started: datetime = NOW) -> RunManifest:
     found = Pipeline(name="toy", function=toy, config_type=Config, file=Path(__file__), search_path="")
     return provenance.manifest(
-        run_id="r1", pipeline=found, graph_digest=SPEC.digest, config=Config(), sources={},
+        run_id="r1", pipeline=found, spec=SPEC, config=Config(), sources={},
         seed=3, started=started, argv=argv,
     )  # fmt: skip
 

@@ -278,13 +278,14 @@ def _start(ready: Ready, argv: list[str], *, result: bool = True) -> tuple[int, 
         python_path=(path,) if path else (),
     )
     manifest = provenance.manifest(
-        run_id=options.run_id, pipeline=ready.pipeline, graph_digest=ready.spec.digest, config=ready.config,
+        run_id=options.run_id, pipeline=ready.pipeline, spec=ready.spec, config=ready.config,
         sources=ready.sources, seed=given.seed, started=now, argv=argv,
     )  # fmt: skip
     run = rundir.create(
         Path(given.run_dir) if given.run_dir else rundir.default_path(name, now), overwrite=given.overwrite
     )
     run.begin(ready.spec, options, manifest)
+    provenance.write_diffs(run.path, manifest)
     if not given.quiet:
         print(f"arriero: run directory {run.path}", file=sys.stderr)
     from arriero.launchers import launch

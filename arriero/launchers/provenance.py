@@ -17,6 +17,8 @@ from pydantic import JsonValue, TypeAdapter
 
 import arriero
 from arriero.launchers.catalog import Pipeline
+from arriero.launchers.inputs import input_files, package_sha256
+from arriero.schemas.graph import GraphSpec
 from arriero.schemas.manifest import Ancestor, CodeRevision, Hardware, PipelineSource, RunManifest
 
 MASK = "***"
@@ -32,7 +34,7 @@ def manifest(
     *,
     run_id: str,
     pipeline: Pipeline,
-    graph_digest: str,
+    spec: GraphSpec,
     config: object,
     sources: Mapping[str, str],
     seed: int,
@@ -50,11 +52,13 @@ def manifest(
             file=str(pipeline.file),
             sha256=hashlib.sha256(pipeline.file.read_bytes()).hexdigest(),
         ),
-        graph_digest=graph_digest,
+        graph_digest=spec.digest,
         config=cast("dict[str, JsonValue]", masked(dumped)),
         sources=dict(sources),
         seed=seed,
         code=revisions([Path(arriero.__file__).parent, pipeline.file.parent]),
+        package_sha256=package_sha256(),
+        inputs=input_files(spec),
         python=platform.python_version(),
         platform=platform.platform(),
         packages=packages(),
@@ -153,6 +157,16 @@ def revisions(folders: Iterable[Path]) -> tuple[CodeRevision, ...]:
         digest = hashlib.sha256(diff.encode()).hexdigest() if diff else ""
         found.append(CodeRevision(root=root, commit=commit, dirty=dirty, diff_sha256=digest))
     return tuple(found)
+
+
+def write_diffs(run_dir: Path, manifest: RunManifest) -> None:
+    """What each repository had changed, as `code-<name>.diff`, for the owner alone to read."""
+    for revision in manifest.code:
+        root = Path(revision.root)
+        if diff := _git(root, "diff", "HEAD", "--no-ext-diff"):
+            path = run_dir / f"code-{root.name}.diff"
+            path.touch(mode=0o600)
+            path.write_text(diff)
 
 
 def _git(folder: Path, *words: str) -> str:

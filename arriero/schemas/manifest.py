@@ -47,8 +47,22 @@ class Ancestor(Message):
     sha256: str  # of the model's safetensors, file by file
 
 
+class InputFile(Message):
+    """A local file that the configuration names, by `key`; `sha256` is empty for one of more than 256 MiB."""
+
+    key: str
+    path: str
+    bytes: NonNegativeInt
+    changed_s: float
+    sha256: str = ""
+
+
 class RunManifest(Message):
-    """`sources`: for each dotted key of `config` "default", the configuration file, or "command line"."""
+    """`sources`: for each dotted key of `config` "default", the configuration file, or "command line".
+
+    `package_sha256` is of arriero's own code as it is imported. Rows of the data, and what scored them, are
+    told by the hashes in the lineage: `prompt_sha256`, `chat_digest`, `reward_version`.
+    """
 
     format: Literal[1] = 1
     run_id: str
@@ -58,6 +72,8 @@ class RunManifest(Message):
     sources: dict[str, str]
     seed: NonNegativeInt
     code: tuple[CodeRevision, ...] = ()
+    package_sha256: str = ""
+    inputs: tuple[InputFile, ...] = ()
     python: str
     platform: str
     packages: dict[str, str] = Field(default_factory=dict)

@@ -1,0 +1,169 @@
+"""Questions to a record, in both directions; the manifest's hashes; runs listed and compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arriero.engine.lineage.queries import Questions
+from arriero.engine.lineage.reader import Lineage
+from arriero.engine.lineage.tables import NAMES, sql, table
+from arriero.launchers.cli import main
+from arriero.launchers.inputs import input_files, package_sha256
+from arriero.launchers.rundir import RunDir
+from arriero.launchers.runs import differences, first_difference, read
+from arriero.schemas.graph import GraphSpec, NodeSpec
+from tests.lineage_runs import recorded_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return recorded_run(tmp_path_factory.mktemp("asked") / "run")
+
+
+@pytest.fixture(scope="module")
+def ask(run: RunDir) -> Questions:
+    return Questions(Lineage(str(run.path)))
+
+
+def test_a_step_names_what_it_was_made_from(ask: Questions) -> None:
+    answer = ask.step(2)
+    assert [(s.version, s.before, s.after) for s in answer.steps] == [
+        (2, answer.steps[0].before, answer.steps[0].after)
+    ]
+    assert len(answer.rollouts) == 12
+    assert sorted(p.row for p in answer.prompts) == sorted({r.row for r in answer.rollouts})
+    assert {p.became for p in answer.prompts} == {"trained in 2"}
+    right = [r for r in answer.rollouts if r.outcome == "ok"]
+    assert {r.reward for r in right} == {1.0}
+
+
+def test_every_direction_leads_back(ask: Questions) -> None:
+    for rollout in ask.step(3).rollouts:
+        assert [s.version for s in ask.rollout(rollout.id).steps] == [3]
+        assert rollout.id in [r.id for r in ask.prompt(rollout.prompt).rollouts]
+        assert rollout.id in [r.id for r in ask.row(rollout.row).rollouts]
+    after = ask.step(3).steps[0].after
+    assert ask.step(4).steps[0].before == after
+
+
+def test_a_held_out_prompt_went_into_no_step(ask: Questions) -> None:
+    answer = ask.prompt("held-0@0")
+    assert answer.steps == []
+    assert [p.became for p in answer.prompts] == ["evaluated"]
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        (["--step", "99"], "no step 99 is recorded; there are 1 to 4"),
+        (["--rollout", "nobody/0"], "no rollout or group 'nobody/0' is recorded"),
+        (["--prompt", "nobody"], "no prompt nobody was admitted"),
+        (["--weights", "ffffffff"], "no version 'ffffffff' is recorded"),
+        (["--step", "two"], "--step takes a number, not 'two'"),
+        (["--sql", "select x from steps"], "the tables are steps, rollouts"),
+        (["--sql", "select 1", "--step", "1"], "one question at a time"),
+        (["--stp", "1"], "unknown option --stp"),
+    ],
+)
+def test_a_question_without_an_answer_says_what_there_is(
+    run: RunDir, capsys: pytest.CaptureFixture[str], question: list[str], said: str
+) -> None:
+    assert main(["lineage", str(run.path), *question]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_directory_without_a_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("lineage", "audit"):
+        assert main([command, str(tmp_path)]) == 2
+        assert "holds no record" in capsys.readouterr().err
+
+
+def test_the_command_shows_tables_json_and_pictures(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lineage", str(run.path)]) == 0
+    assert "steps     4, versions 1 to 4" in capsys.readouterr().out
+    assert main(["lineage", str(run.path), "--step", "1"]) == 0
+    assert "rollouts: 12" in capsys.readouterr().out
+    assert main(["lineage", str(run.path), "--step", "1", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rollouts"]) == 12
+    for name, mark in (("x.mmd", "flowchart LR"), ("x.svg", "<svg")):
+        assert main(["lineage", str(run.path), "--step", "1", "--picture", str(tmp_path / name)]) == 0
+        assert mark in (tmp_path / name).read_text()
+
+
+def test_sql_and_arrow_give_the_same_rows(run: RunDir) -> None:
+    record = Lineage(str(run.path))
+    for name in NAMES:
+        rows = table(record, name)
+        (found,) = sql(record, f"select count(*) as n from {name}").to_pylist()
+        assert found["n"] == rows.num_rows > 0
+    joined = (
+        "select version, avg(r.reward) from samples s join rollouts r on rollout = r.id group by 1 order by 1"
+    )
+    assert [row["version"] for row in sql(record, joined).to_pylist()] == [1, 2, 3, 4]
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        recorded_run(place / f"run-{seed}", seed=seed)
+    return place
+
+
+def test_runs_are_listed_and_filtered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(folder), "--json"]) == 0
+    assert [r["state"] for r in json.loads(capsys.readouterr().out)] == ["finished", "finished"]
+    assert main(["runs", str(folder), "--where", "optimizer.lr=0.2", "--json"]) == 0
+    (only,) = json.loads(capsys.readouterr().out)
+    assert only["run"].endswith("run-1")
+    assert main(["runs", str(folder), "--where", "optimizer.lr=7"]) == 0
+    assert "no such run" in capsys.readouterr().out
+
+
+def test_two_runs_are_compared(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (read(folder / f"run-{k}") for k in (0, 1))
+    assert differences(a, b) == {"seed": (0, 1), "optimizer.lr": (0.1, 0.2)}
+    picture = tmp_path / "curves.svg"
+    assert main(["runs", str(a.path), str(b.path), "--picture", str(picture)]) == 0
+    assert "optimizer.lr" in capsys.readouterr().out
+    assert "<svg" in picture.read_text()
+
+
+def test_the_first_step_that_differs_is_found(folder: Path) -> None:
+    a, b = (read(folder / f"run-{k}") for k in (0, 0))
+    assert first_difference(a, b) is None
+    b.steps[3]["loss"] = 7.0
+    assert first_difference(a, b) == (3, {"loss": (a.steps[3]["loss"], 7.0)})
+
+
+# --- the manifest -----------------------------------------------------------------------------------------
+
+
+def test_the_files_that_a_configuration_names_are_hashed(tmp_path: Path) -> None:
+    data, model = tmp_path / "data.jsonl", tmp_path / "model"
+    data.write_text("{}\n")
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    node = NodeSpec(
+        name="source", component="x:Y", role="source", output="x:Z",
+        config={"data": {"$type": "x:D", "path": str(data)}, "model": str(model), "text": "dog"},
+    )  # fmt: skip
+    found = input_files(GraphSpec(name="g", nodes=(node,)))
+    # printf '{}\n' | sha256sum; printf '{}' | sha256sum
+    assert {(f.key, f.sha256) for f in found} == {
+        ("source.data.path", "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"),
+        ("source.model", "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"),
+    }
+
+
+def test_the_hash_of_the_package_is_that_of_its_files() -> None:
+    assert package_sha256() == package_sha256()
+    assert len(package_sha256()) == 64
