@@ -191,7 +191,7 @@ def accuracy(model: Path, words: list[str]) -> float:
 
 
 def table(results: Results) -> str:
-    """Mean accuracy in percent over seeds, with the spread of one seed; a row per method."""
+    """Mean accuracy in percent, with the number of seeds where there are several; a row per method."""
     cells = results.cells
     ages = sorted({c.staleness for c in cells})
     lines = ["| staleness | " + " | ".join(map(str, ages)) + " |", "|---|" + "---|" * len(ages)]
@@ -199,8 +199,8 @@ def table(results: Results) -> str:
         row: list[str] = []
         for age in ages:
             found = [100 * c.accuracy for c in cells if (c.method, c.staleness) == (method, age)]
-            spread = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else ""
-            row.append(f"{statistics.mean(found):.1f}{spread}" if found else "")
+            seeds = f" ({len(found)})" if len(found) > 1 else ""
+            row.append(f"{statistics.mean(found):.1f}{seeds}" if found else "")
         lines.append(f"| {method} | " + " | ".join(row) + " |")
     return "\n".join(lines)
 

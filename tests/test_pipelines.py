@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import typing
 from collections.abc import Callable
@@ -119,6 +120,15 @@ def another(value: object, hint: object) -> object:
     """A different value of the same type."""
     if typing.get_origin(hint) is Literal:
         return next(v for v in typing.get_args(hint) if v != value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value), include_extras=False)
+        for field in dataclasses.fields(value):
+            inside = another(getattr(value, field.name), hints[field.name])
+            with contextlib.suppress(ValueError):
+                if (changed := dataclasses.replace(value, **{field.name: inside})) != value:
+                    return changed
+    if isinstance(value, str):
+        return f"{value}x"
     if isinstance(value, bool):
         return not value
     return value + 1 if isinstance(value, int) else value * 1.5 if isinstance(value, float) else value

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from arriero.components.mixture import ExampleMixture, Part
+from arriero.components.optimizer import AdamW
+from arriero.components.supervised import ExampleSource
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir
+from arriero.pipelines.sft import SFTConfig, sft
 from tests.drive import kept, outputs
-from tests.inline_runs import tiny_model
+from tests.inline_runs import steps_of, tiny_model
 
 torch.set_num_threads(1)
 
@@ -112,3 +115,18 @@ async def test_a_mixture_keeps_its_shares_at_every_point(tmp_path: Path) -> None
     assert Counter(names[:10]) == {"a": 5, "b": 3, "c": 2}
     assert Counter(names) == {"a": 40, "b": 40, "c": 3}  # the part that ends leaves its share to the others
     assert len({e.id for e in found}) == 83
+
+
+def test_fine_tuning_learns_its_demonstrations(tmp_path: Path) -> None:
+    write(tmp_path / "answers.jsonl", [{"prompt": f"{n}=", "response": str(n % 3)} for n in range(30)])
+    config = SFTConfig(
+        model=tiny_model(tmp_path / "tiny"),
+        data=ExampleSource(path=str(tmp_path / "answers.jsonl")),
+        optimizer=AdamW(lr=1e-2),
+        steps=25,
+        examples_per_step=16,
+    )
+    steps = steps_of(sft(config), tmp_path / "fine-tuned")
+    # At first all 32 ids are alike; of what is learned, the digit has one bit and a half, its end nothing.
+    assert steps[0]["loss"] == pytest.approx(np.log(32), abs=0.1)
+    assert np.mean([s["loss"] for s in steps[-3:]]) < 0.8
