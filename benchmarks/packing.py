@@ -1,6 +1,6 @@
 """How full micro-batches are, and how many tokens are forwarded, on the lengths of GSM8K.
 
-    python benchmarks/packing.py FOLDER [--examples 1024] [--samples 8] [--budget 8192] [--step 128] [--json]
+    python benchmarks/packing.py FOLDER [--examples 2048] [--samples 8] [--budget 8192] [--step 1024] [--json]
 
 FOLDER holds GSM8K's train.jsonl and the tokenizer comes from --model. `packed`: one sequence per example,
 question and solution. `shared_prefix`: `samples` solutions to each question, those of other questions in
@@ -43,7 +43,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", required=True, help="a directory with a tokenizer")
-    numbers = {"examples": 1024, "samples": 8, "budget": 8192, "step": 128}
+    numbers = {"examples": 2048, "samples": 8, "budget": 8192, "step": 1024}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")

@@ -25,9 +25,9 @@ def run_ranks(work: Work, directory: Path, *, ranks: int) -> None:
     crew = [context.Process(target=_enter, args=(work, r, ranks, directory)) for r in range(ranks)]
     for process in crew:
         process.start()
-    wait([process.sentinel for process in crew], timeout=100)  # the first: with an error the others hang
+    wait([process.sentinel for process in crew], timeout=220)  # the first: with an error the others hang
     for process in crew:
-        process.join(timeout=5 if any(p.exitcode for p in crew) else 100)
+        process.join(timeout=5 if any(p.exitcode for p in crew) else 20)
         if process.is_alive():
             process.kill()
             process.join()

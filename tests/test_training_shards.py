@@ -120,7 +120,8 @@ def train_split_variants(rank: int, directory: Path) -> None:
         state = state_of(options=options, group=dist.group.WORLD, optimizer=SGD(lr=0.1, momentum=0.5))
         found.append([state.step(b) for b in batches()])
         state.save(directory / name)
-        publish(state, rank, directory)  # the last one: merged adapters
+        if options.lora.rank:
+            publish(state, rank, directory)
     (directory / f"{rank}.json").write_text(json.dumps(found))
 
 
