@@ -110,6 +110,7 @@ async def test_a_conversation_is_the_turns_that_were_sampled_and_the_observation
 ) -> None:
     found = kept(await played(episodes(model, Counting()), model, "1+1=", "7-2=", "3*3="))
     assert {g.group.prompt.id for g in found} == {"p0", "p1", "p2"}
+    assert all(g.parents == (g.group.prompt.id,) for g in found)
     tokenizer: Any = tiny_tokenizer()
     for scored in found:
         opening = tokenizer.encode(scored.group.prompt.text)

@@ -293,7 +293,8 @@ class EpisodeDecoding:
             )
         rollouts = tuple(self._rollout(o) for o in valid)
         scores = tuple(o.score for o in valid if o.score is not None)
-        return ScoredGroup(group=RolloutGroup(prompt=valid[0].prompt, rollouts=rollouts), scores=scores)
+        played = RolloutGroup(prompt=valid[0].prompt, rollouts=rollouts)
+        return ScoredGroup(parents=(prompt_id,), group=played, scores=scores)
 
     def _rollout(self, one: _Open) -> Rollout:
         talk = one.talk or Conversation(self._chat.prompt(one.prompt.text))
