@@ -114,7 +114,10 @@ def test_a_model_is_evaluated_on_all_rows_of_a_file(
     ("words", "told"),
     [
         (["eval"], "eval needs a model or run directory first"),
-        (["eval", "/nowhere", "--data", "d.jsonl"], "model '/nowhere' is not a directory"),
+        (
+            ["eval", "/nowhere", "--data", "d.jsonl"],
+            "model /nowhere is not a model directory: no such directory",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

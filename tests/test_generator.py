@@ -207,6 +207,6 @@ def test_check_refuses_what_the_model_cannot_hold(model: Path, tmp_path: Path) -
     )
     assert "samples=8" in problems(Generator(model=str(model), slots=4))
     assert "made for 512 tokens; use at most 512" in problems(Generator(model=str(model), context=513))
-    assert "is not a directory" in problems(Generator(model=str(tmp_path / "missing")))
+    assert "is not a model directory" in problems(Generator(model=str(tmp_path / "missing")))
     (tmp_path / "empty").mkdir()
     assert "no config.json" in problems(Generator(model=str(tmp_path / "empty")))

@@ -15,14 +15,14 @@ def check_model_directory(path: str) -> Iterator[str]:
     """What keeps `path` from being loaded, one line each; nothing if it looks loadable."""
     directory = Path(path)
     if not directory.is_dir():
-        yield f"model {path!r} is not a directory; give one with config.json and *.safetensors"
+        yield f"model {path} is not a model directory: no such directory; give one in Hugging Face format"
         return
     if not (directory / "config.json").is_file():
-        yield f"model {path!r} is not a model directory: it has no config.json"
+        yield f"model {path} is not a model directory: config.json is missing"
     elif not any(directory.glob("*.safetensors")):
-        yield f"model {path!r} has no *.safetensors file; only safetensors are loaded"
+        yield f"model {path} is not a model directory: *.safetensors is missing (other formats aren't read)"
     elif not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        yield f"model {path!r} has no tokenizer.json; save the tokenizer beside the model"
+        yield f"model {path} is not a model directory: tokenizer.json is missing; save it beside the model"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from arriero.components.model_directory import loading
+from arriero.components.model_directory import check_model_directory, loading
 from arriero.components.packing import check_samples, pack, plan, read
 from arriero.engine.errors import UserError
 
@@ -70,20 +70,9 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
 
 def check_directory(path: Path | str) -> Path:
     """The directory; UserError, naming it and what it lacks, if it isn't a model directory."""
-    directory = Path(path)
-    if not directory.is_dir():
-        raise UserError(f"{directory} is not a model directory: no such directory")
-    if not (directory / "config.json").is_file():
-        raise UserError(f"{directory} is not a model directory: config.json is missing")
-    if not any(directory.glob("*.safetensors")):
-        raise UserError(
-            f"{directory} is not a model directory: *.safetensors is missing (other formats aren't read)"
-        )
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise UserError(
-            f"{directory} is not a model directory: tokenizer.json and tokenizer_config.json are missing"
-        )
-    return directory
+    for problem in check_model_directory(str(path)):
+        raise UserError(problem)
+    return Path(path)
 
 
 def save_description(

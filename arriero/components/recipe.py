@@ -19,9 +19,8 @@ from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCac
 from arriero.components.sampling import Sampling
 from arriero.components.stragglers import Stragglers
 from arriero.components.trainer import Trainer
+from arriero.components.training_options import TrainingOptions
 from arriero.components.vllm_options import VLLMOptions
-from arriero.components.training_options import TrainingOptions
-from arriero.components.training_options import TrainingOptions
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -40,6 +39,7 @@ class SampledConfig:
     steps: PositiveInt = 100
     staleness: NonNegativeInt = 0
     groups_per_step: PositiveInt = 32
+    drop_last: bool = False  # the prompts at the end that make no whole step; false: a smaller one
     samples: PositiveInt = 8
     generators: PositiveInt = 1
     ranks: PositiveInt = 1

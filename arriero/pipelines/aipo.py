@@ -27,6 +27,7 @@ def aipo(cfg: AIPOConfig) -> Graph:
     prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
-    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step), name="advantage")(scored)
+    advantage = GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last)
+    batches = g.add(advantage, name="advantage")(scored)
     weights.close(g.add(cfg.trainer(AIPO(rho=cfg.rho)), ranks=cfg.ranks)(batches))
     return g

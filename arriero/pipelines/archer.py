@@ -39,7 +39,9 @@ def archer(cfg: ArcherConfig) -> Graph:
     weights = g.loop(Weights, staleness=cfg.staleness)
     prompts = g.add(cfg.data, name="prompts")()
     played = g.add(cfg.episodes(), replicas=cfg.generators)(prompts, weights)
-    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="none"), name="batch")(played)
+    batches = g.add(
+        GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="none"), name="batch"
+    )(played)
     replayed = g.add(Replay(capacity=cfg.capacity, samples=cfg.replay))(batches)
     critic = UtteranceCritic(
         model=cfg.model, steps=cfg.steps, optimizer=cfg.critic_optimizer, gamma=cfg.gamma, tau=cfg.tau,

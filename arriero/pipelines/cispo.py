@@ -27,8 +27,9 @@ def cispo(cfg: CISPOConfig) -> Graph:
     prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
-    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="mean", std=True), name="advantage")(
-        scored
-    )
+    batches = g.add(
+        GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="mean", std=True),
+        name="advantage",
+    )(scored)
     weights.close(g.add(cfg.trainer(CISPO(high=cfg.clip_high)), ranks=cfg.ranks)(batches))
     return g

@@ -38,7 +38,12 @@ def dapo(cfg: DAPOConfig) -> Graph:
     )
     shaped = g.add(penalty, name="overlong")(scored)
     advantage = GroupAdvantage(
-        groups=cfg.groups_per_step, baseline="mean", std=True, filter_constant=True, truncated=cfg.truncated
+        groups=cfg.groups_per_step,
+        drop_last=cfg.drop_last,
+        baseline="mean",
+        std=True,
+        filter_constant=True,
+        truncated=cfg.truncated,
     )
     batches = g.add(advantage, name="advantage")(shaped)
     loss = ClippedPolicyGradient(low=cfg.clip_low, high=cfg.clip_high)

@@ -29,9 +29,10 @@ def decoupled_ppo(cfg: DecoupledPPOConfig) -> Graph:
     prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
-    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="mean", std=True), name="advantage")(
-        scored
-    )
+    batches = g.add(
+        GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="mean", std=True),
+        name="advantage",
+    )(scored)
     loss = DecoupledPPO(low=cfg.clip, high=cfg.clip, weight=ImportanceWeight(upper=cfg.rho))
     weights.close(g.add(cfg.trainer(loss, minibatches=cfg.minibatches), ranks=cfg.ranks)(batches))
     return g

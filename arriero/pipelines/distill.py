@@ -32,7 +32,9 @@ def distill(cfg: DistillConfig) -> Graph:
     prompts = g.add(cfg.data, name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
-    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="none"), name="batch")(scored)
+    batches = g.add(
+        GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="none"), name="batch"
+    )(scored)
     teacher = ReferenceLogprobs(model=cfg.teacher, token_budget=cfg.token_budget)
     read = g.add(teacher, name="teacher")(batches)
     weights.close(g.add(cfg.trainer(OnPolicyDistillation(rho=cfg.rho)), ranks=cfg.ranks)(read))

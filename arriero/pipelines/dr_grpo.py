@@ -27,7 +27,9 @@ def dr_grpo(cfg: DrGRPOConfig) -> Graph:
     prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
-    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="mean"), name="advantage")(scored)
+    batches = g.add(
+        GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="mean"), name="advantage"
+    )(scored)
     loss = ClippedPolicyGradient(low=cfg.clip_low, high=cfg.clip_high)
     trainer = cfg.trainer(loss, "fixed_length", horizon=cfg.sampling.max_new_tokens)
     weights.close(g.add(trainer, ranks=cfg.ranks)(batches))

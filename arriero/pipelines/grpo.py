@@ -30,7 +30,8 @@ def grpo(cfg: GRPOConfig) -> Graph:
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     batches = g.add(
-        GroupAdvantage(groups=cfg.groups_per_step, baseline="mean", std=cfg.std), name="advantage"
+        GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="mean", std=cfg.std),
+        name="advantage",
     )(scored)
     loss = ClippedPolicyGradient(low=cfg.clip_low, high=cfg.clip_high)
     weights.close(g.add(cfg.trainer(loss, cfg.aggregation), ranks=cfg.ranks)(batches))

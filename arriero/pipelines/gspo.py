@@ -28,9 +28,10 @@ def gspo(cfg: GSPOConfig) -> Graph:
     prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
-    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="mean", std=True), name="advantage")(
-        scored
-    )
+    batches = g.add(
+        GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="mean", std=True),
+        name="advantage",
+    )(scored)
     loss = GSPO(low=cfg.clip_low, high=cfg.clip_high)
     trainer = cfg.trainer(loss, "sequence_mean", minibatches=cfg.minibatches)
     weights.close(g.add(trainer, ranks=cfg.ranks)(batches))

@@ -47,7 +47,9 @@ def ppo(cfg: PPOConfig) -> Graph:
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     judge = RewardModel(model=cfg.reward_model, token_budget=cfg.token_budget)
     scored = g.add(judge, name="reward", replicas=cfg.rewards)(rollouts)
-    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="none"), name="batch")(scored)
+    batches = g.add(
+        GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="none"), name="batch"
+    )(scored)
     read = g.add(ReferenceLogprobs(model=cfg.model, token_budget=cfg.token_budget), name="reference")(batches)
     critic = Critic(
         model=cfg.model, steps=cfg.steps, optimizer=cfg.critic_optimizer, gamma=cfg.gamma, lam=cfg.lam,

@@ -31,7 +31,9 @@ def reinforce_pp(cfg: ReinforcePPConfig) -> Graph:
     prompts = g.add(cfg.data.screened(cfg.reward), name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
-    advantage = GroupAdvantage(groups=cfg.groups_per_step, baseline=cfg.baseline, whiten=True)
+    advantage = GroupAdvantage(
+        groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline=cfg.baseline, whiten=True
+    )
     batches = g.add(advantage, name="advantage")(scored)
     read = g.add(ReferenceLogprobs(model=cfg.model, token_budget=cfg.token_budget), name="reference")(batches)
     loss = WithKL(loss=ClippedPolicyGradient(low=cfg.clip, high=cfg.clip), beta=cfg.kl, estimator="k2")

@@ -24,6 +24,7 @@ class SFTConfig:
     optimizer: Optimizer = field(default_factory=lambda: AdamW(lr=1e-5))
     steps: PositiveInt = 100
     examples_per_step: PositiveInt = 32
+    drop_last: bool = False  # the examples at the end that make no whole step; false: a smaller one
     max_length: PositiveInt = 512
     ranks: PositiveInt = 1
     token_budget: PositiveInt = 8192
@@ -34,7 +35,9 @@ def sft(cfg: SFTConfig) -> Graph:
     """No loop: nothing samples, so nobody waits for versions."""
     g = Graph("sft")
     examples = g.add(cfg.data, name="examples")()
-    batcher = SupervisedBatch(model=cfg.model, examples=cfg.examples_per_step, max_length=cfg.max_length)
+    batcher = SupervisedBatch(
+        model=cfg.model, examples=cfg.examples_per_step, max_length=cfg.max_length, drop_last=cfg.drop_last
+    )
     batches = g.add(batcher, name="batch")(examples)
     trainer = Trainer(
         model=cfg.model,
