@@ -209,11 +209,11 @@ def _tokens(record: Lineage, bound: int | None) -> Iterator[Finding]:
         found = np.concatenate(versions) if versions else np.zeros(0, np.int32)
         if not found.size:
             continue
-        if int(found.max()) > replaced:
+        if bound is not None and int(found.max()) > replaced:
             yield Finding(
                 check="tokens", where=where, what=f"a token of version {found.max()} replaced {replaced}"
             )
-        stale = replaced - int(found.min())
+        stale = max(replaced - int(found.min()), 0)
         if bound is not None and stale > bound:
             yield Finding(
                 check="tokens", where=where, what=f"a token is {stale} versions old, the bound is {bound}"
