@@ -26,7 +26,7 @@ from arriero.components.vllm_engine import own_logprobs
 from arriero.components.vllm_options import VLLMOptions
 from arriero.engine.weights import WeightError
 from tests.drive import Alone
-from tests.engines import ENGINES, EOS, STORIES, forward_logprobs, loaded, rig, saved, small_llama
+from tests.engines import ENGINES, EOS, STORIES, forward_logprobs, loaded, needs_vllm, rig, saved, small_llama
 from tests.tiny_models import tiny_tokenizer
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [4], [20, 21, 22, 23]]
@@ -342,6 +342,47 @@ def test_memory_is_flat_over_two_hundred_weight_updates(engine: EngineName, tmp_
     model_bytes = sum(p.numel() * 4 for p in versions[0].parameters())
     # Were a version left behind at each update, this would be 160 times the model.
     assert max(used) - used[0] < 16 * model_bytes
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_split_over_two_processes_takes_weights_in_flight(tied: bool, tmp_path: Path) -> None:
+    old, new = small_llama(tied=tied), small_llama(tied=tied, seed=1)
+    split = VLLMOptions(tensor_parallel=2, kv_cache_bytes=64 << 20)
+    with rig(replace(config("vllm", saved(old, tmp_path)), vllm=split)) as r:
+        r.take(old)
+        r.engine.add(requests(tokens=12))
+        r.steps(5)
+        r.take(new)
+        during = r.finish()
+        after = r.finish(requests(tokens=12))
+    assert all(c.versions.tolist() == [0] * 5 + [1] * 7 for c in during.values())
+    for key, c in after.items():
+        assert np.abs(c.logprobs - forward_logprobs(new, PROMPTS[int(key)], c.token_ids)).max() < 1e-4
+
+
+@engines
+def test_a_stop_string_may_begin_in_an_earlier_segment(engine: EngineName, tmp_path: Path) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    model = small_llama(scale=1.0)
+    first, second = (tokenizer.convert_tokens_to_ids(c) for c in "42")
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    state["lm_head.weight"] = torch.zeros_like(state["lm_head.weight"])
+    state["lm_head.weight"][second] = 50.0  # sampled whenever the hidden state has a positive sum
+    prompt = [5, 6, first]
+    with rig(config(engine, saved(model, tmp_path), stop=("42",), slots=40)) as r:
+        r.take(state)
+        asked = [
+            Request(key=str(n), prompt_ids=prompt, seed=n, max_new_tokens=9, sampled=1) for n in range(40)
+        ]
+        done = r.finish(asked)
+    for c in done.values():
+        text: str = tokenizer.decode([first, *c.token_ids.tolist()])
+        assert "42" not in text[:-1]
+        assert c.finish == ("stop" if "42" in text else "length")
+    assert any(c.token_ids.tolist() == [second] for c in done.values())
 
 
 def _flat(positions: Sequence[dict[int, float]]) -> Any:

@@ -20,7 +20,6 @@ from arriero.components.reference import ReferenceLogprobs
 from arriero.components.replay import Replay
 from arriero.components.sampling import Sampling
 from arriero.components.training_options import TrainingOptions
-from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import current
 from arriero.engine.stream import Stream
@@ -106,7 +105,7 @@ class Trainer:
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
         context = current()
         with ComputeThread("trainer") as compute:
-            state = await compute(self._load)
+            state = await compute(self._load, context.ranks)
             publish = await compute(Publisher, state, self.weights, context)
             yield await compute(publish, 0, {})
             async for batch in batches:
@@ -120,7 +119,7 @@ class Trainer:
                 await compute(state.save, context.run_dir / "model")
             await compute(publish.close)
 
-    def _load(self) -> TrainState:
+    def _load(self, ranks: int) -> TrainState:
         import torch.distributed as dist
 
         from arriero.components.training import TrainState, load_policy
@@ -132,6 +131,7 @@ class Trainer:
             model, tokenizer, loss=self.loss, optimizer=self.optimizer, steps=self.steps,
             token_budget=self.token_budget, aggregation=self.aggregation, horizon=self.horizon or 0,
             minibatches=self.minibatches, epochs=self.epochs, options=self.training,
-            group=dist.group.WORLD if dist.is_initialized() else None,
+            # Not whether there is a world: an engine in this process may have made one of its own.
+            group=dist.group.WORLD if ranks > 1 else None,
             mismatch_bound=self.mismatch.token_bound,
         )  # fmt: skip
