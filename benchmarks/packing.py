@@ -52,10 +52,10 @@ def main() -> None:
     encode = untyped.from_pretrained(args.model).encode
     lines = (args.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()[: args.examples]
     rows = [json.loads(line) for line in lines]
-    questions = [np.array(encode(row["question"]), np.int32) for row in rows]
-    answers = [np.array(encode(row["answer"]), np.int32) for row in rows]
+    questions: list[Tokens] = [np.array(encode(row["question"]), np.int32) for row in rows]
+    answers: list[Tokens] = [np.array(encode(row["answer"]), np.int32) for row in rows]
     single = [np.concatenate(pair) for pair in zip(questions, answers, strict=True)]
-    grouped = [
+    grouped: list[Tokens] = [
         np.concatenate([q, answers[(k * args.samples + n) % len(answers)]])
         for k, q in enumerate(questions)
         for n in range(args.samples)

@@ -51,10 +51,11 @@ def several_of(options: TrainingOptions, group: dist.ProcessGroup | None) -> Tra
 def publish(state: TrainState, rank: int, directory: Path) -> None:
     """Send the weights to a plain model on rank 0, and write down what arrived there and was verified."""
     url = f"shm://{directory.name.replace('_', '-')}"
-    sender = WeightSender(url, state.state_dict_for_weights(), GroupRanks(world()))
-    manifest = sender.publish(state.version, state.state_dict_for_weights())
+    tensors = state.state_dict_for_weights()  # on all ranks: merging adapters is a collective
+    sender = WeightSender(url, tensors, GroupRanks(world()))
+    manifest = sender.publish(state.version, tensors)
     if not rank:
-        into = {n: torch.zeros(t.shape) for n, t in state.state_dict_for_weights().items()}
+        into = {n: torch.zeros(t.shape) for n, t in tensors.items()}
         receiver = WeightReceiver("generator-0")
         receiver.receive(manifest, into)
         receiver.close()

@@ -9,7 +9,7 @@ Through torch.distributed.checkpoint, in its safetensors form: nothing in the fi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ def _stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None, None, None]:
     """One process alone is meant, and no reason for a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
