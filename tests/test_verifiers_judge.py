@@ -153,6 +153,8 @@ async def test_what_passes_is_retried_and_what_does_not_is_an_error() -> None:
 
 
 async def test_an_endpoint_that_hangs_is_a_timeout() -> None:
+    """prime-rl #2230: a server that accepts and never answers held a run for 43 hours."""
+
     def fair(body: dict[str, Any], times: int) -> Answer:
         return honest(body, times)
 
