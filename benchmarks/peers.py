@@ -68,14 +68,15 @@ CONTENDERS = (
 class Turn:
     """One run of a contender. `spent`: processor seconds a step by process, all threads and the main one.
 
-    `bound_s` is arriero's own: the maximum cycle mean of what its components took.
+    `over_bound`: arriero's step over its own bound, the maximum cycle mean of its components' times,
+    both of the whole run.
     """
 
     seconds: tuple[float, ...]
     spent: dict[str, tuple[float, float]]
     peak_bytes: int
     rewards: tuple[float, ...]
-    bound_s: float | None = None
+    over_bound: float | None = None
 
 
 def turn(c: Contender, work: Work, place: Path) -> Turn:
@@ -106,8 +107,14 @@ def turn(c: Contender, work: Work, place: Path) -> Turn:
         spent=per_step(meter.spent(measured[0], measured[-1]), len(measured) - 1),
         peak_bytes=meter.peak_bytes,
         rewards=tuple(line["reward"] for line in lines),
-        bound_s=RunDir(run_dir).read_summary().bound_step_s if c.module == "ours" else None,
+        over_bound=over_bound(RunDir(run_dir)) if c.module == "ours" else None,
     )
+
+
+def over_bound(run: RunDir) -> float | None:
+    """Measured step over bound, as the summary of the run has them."""
+    summary = run.read_summary()
+    return summary.step_s / summary.bound_step_s if summary.step_s and summary.bound_step_s else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +134,13 @@ class Row:
         return statistics.median(sum(a for a, _ in t.spent.values()) for t in self.turns)
 
     @property
-    def bound_s(self) -> float | None:
-        known = [t.bound_s for t in self.turns if t.bound_s is not None]
+    def over_bound(self) -> float | None:
+        known = [t.over_bound for t in self.turns if t.over_bound is not None]
         return statistics.median(known) if known else None
 
     def text(self) -> str:
         peak = max(t.peak_bytes for t in self.turns)
-        over = f"{self.step_s / self.bound_s:>7.2f}" if self.bound_s else f"{'':>7}"
+        over = f"{self.over_bound:>7.2f}" if self.over_bound else f"{'':>7}"
         return (
             f"{self.load:>8} {self.contender.label:<10} {self.step_s:>8.3f} s {self.cpu_s:>8.3f} s "
             f"{GROUPS * SAMPLES / self.step_s:>9.0f} {peak / 1e6:>8.0f} MB {over}"
@@ -179,7 +186,7 @@ def ratios(rows: Sequence[Row]) -> Iterable[str]:
         name: min(r.step_s for r in rows if r.contender.name == name)
         for name in {r.contender.name for r in rows}
     }
-    if ours := best.get("async"):
+    if len(best) > 1 and (ours := best.get("async")):
         yield f"{rows[0].load:>8} async is " + ", ".join(
             f"{other / ours:.2f} x as fast as {name}"
             for name, other in sorted(best.items())
