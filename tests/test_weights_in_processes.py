@@ -1,17 +1,23 @@
-"""The weight plane between the processes of a launched run: several ranks, with and without a network."""
+"""The weight plane between processes of a launched run: ranks, a network, a death in a sync."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from arriero.engine.errors import UserError
+from arriero.engine.runtime.context import weights_url
+from arriero.engine.weights import WeightError
+from arriero.engine.weights.shm import Segment
 from arriero.launchers.rundir import RunDir
 from tests.inline_runs import saved
 from tests.tiny_models import tiny_llama
@@ -53,6 +59,41 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 def steps_of(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in RunDir(path).metrics.read_text().splitlines()]
+
+
+def kill_a_reader(process: subprocess.Popen[str], path: Path) -> str:
+    """SIGKILL for the first generator that is seen with a lease on a version beyond the first; its name."""
+    until = time.monotonic() + 90
+    segment: Segment | None = None
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            segment = segment or Segment.open(weights_url(RunDir(path).read_options().run_id, "weights"))
+        except (WeightError, UserError):
+            time.sleep(0.05)
+            continue
+        for slot in range(segment.num_slots):
+            for lease in segment.readers(slot) if segment.state(slot).version >= 1 else ():
+                os.kill(lease.pid, signal.SIGKILL)
+                return lease.receiver
+        time.sleep(1e-4)
+    raise AssertionError("no generator read new weights")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_generator_that_is_killed_in_the_middle_of_a_sync_starts_again_and_the_others_go_on(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start(512, 4)  # 40 MB: a sync takes long enough to be hit
+    try:
+        killed = kill_a_reader(process, tmp_path / "run")
+    except BaseException:
+        process.kill()
+        raise
+    errors = ended(process)
+    assert f"{killed} was killed by signal 9 (SIGKILL)" in errors
+    summary = RunDir(tmp_path / "run").read_summary()
+    assert (summary.state, summary.steps, summary.restarts) == ("finished", 5, {killed: 1})
 
 
 @pytest.mark.slow
