@@ -115,7 +115,7 @@ def measure(model: str, repeats: int) -> Figures:
         temperature=1.0, max_tokens=NEW_TOKENS, logprobs=0, flat_logprobs=True, detokenize=False,
         output_kind=parameters.RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
-    tokenizer = load_tokenizer(model)
+    tokenizer: Any = load_tokenizer(model)  # its methods are typed in part
     prompts = [list(tokenizer.encode(text(n))) for n in range(PROMPTS)]
     sides: list[Callable[[int], int]] = [lambda t: ours(work, t), lambda t: bare(llm, prompts, sampling, t)]
     rates: tuple[list[float], list[float]] = ([], [])
