@@ -111,7 +111,10 @@ def _files(path: str) -> list[str]:
 
 
 def _missing(path: str) -> str:
-    about = "" if "://" in path or Path(path).is_absolute() else f" in {Path.cwd()}"
+    if "://" in path.removeprefix("file://"):
+        # The clients of some stores say so too where they can't reach the server.
+        return f"{path}: can't be read: there is no such file, or its server can't be reached"
+    about = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
     return f"{path}: no such file{about}; give a path, a URL or {GYM}NAME"
 
 
