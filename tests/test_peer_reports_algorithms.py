@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def test_the_log_probability_is_that_of_the_token_that_was_drawn() -> None:
 
 def test_a_rollout_without_log_probabilities_isnt_one() -> None:
     # NeMo-Gym PR 1612: the engine gave none, the mask became empty, and training stood still silently.
-    fields = {"tokens": np.arange(3, dtype=np.int32), "mask": np.array([False, True, True])}
+    fields: dict[str, Any] = {"tokens": np.arange(3, dtype=np.int32), "mask": np.array([False, True, True])}
     versions = np.array([-1, 0, 0], np.int32)
     with pytest.raises(ValueError, match="missing is never zero"):
         Rollout(**fields, logprobs=np.full(3, np.nan, np.float32), versions=versions, text="", finish="stop")
