@@ -58,11 +58,11 @@ class Lineage:
         self.redacted: set[str] = set()
         self.twice: list[str] = []  # ids recorded more than once on one edge
         self.broken = ""
-        self.anchor = Anchor(entries=0, head=GENESIS)
+        self._count, self._head = 0, GENESIS
         self._edges: set[tuple[str, str]] = set()
         for line in self._whole():
             self._take(line)
-        if not self.anchor.entries:
+        if not self._count:
             raise ChainError(f"{self.url} holds no record; run with --record, and give the run's directory")
 
     def _whole(self) -> Iterator[Line]:
@@ -79,9 +79,9 @@ class Lineage:
                 self.broken = self.broken or str(error)
 
     def _take(self, line: Line) -> None:
-        if not self.broken and line.hash != link(self.anchor.head, line.body):
+        if not self.broken and line.hash != link(self._head, line.body):
             self.broken = f"entry {line.number} was changed, or something before it was taken away or put in"
-        self.anchor = Anchor(entries=line.number + 1, head=line.hash)
+        self._count, self._head = line.number + 1, line.hash
         self._sort(line.entry)
 
     def _sort(self, entry: Entry) -> None:
@@ -114,6 +114,11 @@ class Lineage:
         if (edge, name) in self._edges:
             self.twice.append(f"{name} on {edge}")
         self._edges.add((edge, name))
+
+    @property
+    def anchor(self) -> Anchor:
+        """The head of the chain, as far as it is whole."""
+        return Anchor(entries=self._count, head=self._head)
 
     # --- content ------------------------------------------------------------------------------------------
 
