@@ -47,7 +47,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    disable_progress_bar()
     with loading(directory):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True

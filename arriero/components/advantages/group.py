@@ -41,10 +41,10 @@ def group_advantage(
     else:
         centre = _centre(values, baseline, lengths)
         deviation = values.std(ddof=ddof) if std else np.ones(())
-    advantage = values - centre
-    if not std:
-        return advantage
-    return advantage / np.where(deviation > 0, deviation + eps, 1.0)
+    advantage: Floats = values - centre
+    if std:
+        advantage /= np.where(deviation > 0, deviation + eps, 1.0)
+    return advantage
 
 
 def whitened(values: npt.ArrayLike, *, ddof: Literal[0, 1] = 1, eps: float = 1e-8) -> Floats:

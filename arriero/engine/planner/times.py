@@ -57,9 +57,10 @@ class Recorded:
 
     def draw(self, rng: np.random.Generator, first: int, count: int) -> Array:
         values = np.asarray(self.seconds, np.float64)
-        if self.in_order:
-            return values[(first + np.arange(count)) % len(values)]
-        return rng.choice(values, count)
+        drawn: Array = (
+            values[(first + np.arange(count)) % len(values)] if self.in_order else rng.choice(values, count)
+        )
+        return drawn
 
     @property
     def mean(self) -> float:
