@@ -7,17 +7,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from arriero.components.losses import AIPO, CrossEntropy
 from arriero.components.optimizer import SGD, AdamW, Muon
+from arriero.components.sampling import Sampling
+from arriero.components.stragglers import Stragglers
 from arriero.components.trainer import Trainer
 from arriero.components.training import TrainState, load_policy
 from arriero.components.training_options import Average, LoRA, TrainingOptions
@@ -39,6 +43,8 @@ def test_forgetting_and_chunks_leave_the_step_as_it_is(options: TrainingOptions)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 def test_a_compiled_step_is_the_step() -> None:
     batches = [random_batch([12, 7, 20], prompt=3), random_batch([5, 9], prompt=2)]
     state, plain = state_of(options=TrainingOptions(compile=True, recompute=True)), state_of()
@@ -149,16 +155,26 @@ def test_muon_moves_the_matrices_of_layers_only_along_orthogonal_ones() -> None:
     ("options", "ranks", "optimizer", "problem"),
     [
         (TrainingOptions(shards=3), 4, "adamw", "shards=3 doesn't divide ranks=4"),
-        (TrainingOptions(shards=2), 2, "muon", "optimizer=muon needs whole matrices, but shards=2"),
-        (TrainingOptions(lora=LoRA(rank=8)), 1, "muon", "optimizer=muon is for whole matrices"),
+        (
+            TrainingOptions(shards=2),
+            2,
+            "muon",
+            "optimizer.kind=muon needs whole matrices, but training.shards=2",
+        ),
+        (TrainingOptions(lora=LoRA(rank=8)), 1, "muon", "optimizer.kind=muon is for whole matrices"),
         (
             TrainingOptions(fp32_logits=True),
             1,
             "sgd",
-            "fp32_logits=true says nothing under precision=float32",
+            "fp32_logits=true says nothing under training.precision=float32",
         ),
-        (TrainingOptions(average=Average(used_for="both")), 1, "adamw", "needs average.decay above 0"),
-        (TrainingOptions(lora=LoRA(alpha=16)), 1, "adamw", "lora options need lora.rank above 0"),
+        (TrainingOptions(average=Average(used_for="both")), 1, "adamw", "needs training.average.decay above 0"),
+        (
+            TrainingOptions(lora=LoRA(alpha=16)),
+            1,
+            "adamw",
+            "training.lora.alpha=16.0 without an adapter; set training.lora.rank above 0",
+        ),
     ],
 )
 def test_options_that_cant_be_together_are_refused(
@@ -166,6 +182,36 @@ def test_options_that_cant_be_together_are_refused(
 ) -> None:
     (found,) = options.problems(ranks=ranks, optimizer=optimizer)
     assert found.startswith(problem) or problem in found
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: AdamW(lr=float("inf")), "lr\n.*finite"),
+        (lambda: AdamW(weight_decay=float("inf")), "weight_decay\n.*finite"),
+        (lambda: AdamW(eps=float("inf")), "eps\n.*finite"),
+        (lambda: AdamW(betas=(0.9, 1.0)), "betas.1\n.*less than 1"),
+        (lambda: Muon(betas=(-0.1, 0.9)), "betas.0\n.*greater than or equal to 0"),
+        (lambda: SGD(floor=0.5), "floor=0.5 isn't read by schedule=constant; leave it out, or take linear"),
+        (lambda: LoRA(rank=1, alpha=float("inf")), "alpha\n.*finite"),
+        (lambda: LoRA(rank=1, targets=()), "targets\n.*at least 1 item"),
+        (lambda: LoRA(rank=1, targets=("",)), "targets.0\n.*at least 1 character"),
+        (lambda: LoRA(rank=1, seed=2**63), "seed\n.*less than"),
+        (lambda: AIPO(rho=float("inf")), "rho\n.*finite"),  # an infinite limit controls no ratio
+        (lambda: Sampling(temperature=1e-300), "temperature\n.*0.0001"),
+    ],
+)
+def test_a_value_that_would_fail_later_is_refused_by_its_key(build: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        build()
+
+
+def test_resubmissions_that_nobody_reads_are_refused() -> None:
+    (found,) = Stragglers(resubmissions=7).problems(replicas=1, max_new_tokens=5)
+    assert found == (
+        "stragglers.resubmissions=7 isn't read with stragglers.on_timeout=drop; set it to resubmit, or leave "
+        "this out"
+    )
 
 
 def test_a_trainer_has_all_of_them_by_default() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 from pydantic.dataclasses import dataclass
+
+_Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +19,20 @@ class Schedule:
     `max_grad_norm` if they exceed it; infinity never does. `weight_decay` is per unit of learning rate.
     """
 
-    lr: PositiveFloat = 1e-6
-    weight_decay: NonNegativeFloat = 0.0
+    lr: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     warmup_steps: NonNegativeInt = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     floor: float = Field(default=0.0, ge=0, le=1)
     max_grad_norm: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _reads_its_floor(self) -> Self:
+        if self.floor and self.schedule == "constant":
+            raise ValueError(
+                f"floor={self.floor} isn't read by schedule=constant; leave it out, or take linear or cosine"
+            )
+        return self
 
     def learning_rate(self, step: int, *, steps: int) -> float:
         """The rate of optimizer step `step` (0 is the first) of `steps`; later ones keep the last rate."""
@@ -41,8 +51,8 @@ class AdamW(Schedule):
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
 
     kind: Literal["adamw"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +60,7 @@ class SGD(Schedule):
     """Stochastic gradient descent; `momentum` 0 keeps no state."""
 
     kind: Literal["sgd"] = "sgd"
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    momentum: _Decay = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +71,9 @@ class Muon(Schedule):
     """
 
     kind: Literal["muon"] = "muon"
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
+    momentum: _Decay = 0.95
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
 
 
 Optimizer: TypeAlias = Annotated[AdamW | SGD | Muon, Field(discriminator="kind")]

@@ -65,3 +65,8 @@ class Stragglers:
                 f"stragglers.tail_replicas={self.tail_replicas} of {replicas} replicas leave none for "
                 "prompts; use fewer, or more generators"
             )
+        if self.on_timeout != "resubmit" and self.resubmissions != Stragglers().resubmissions:
+            yield (
+                f"stragglers.resubmissions={self.resubmissions} isn't read with "
+                f"stragglers.on_timeout={self.on_timeout}; set it to resubmit, or leave this out"
+            )

@@ -72,10 +72,7 @@ class Trainer:
             yield "aggregation=fixed_length needs horizon, the number of tokens to divide by"
         if self.aggregation != "fixed_length" and self.horizon is not None:
             yield f"aggregation={self.aggregation} doesn't read horizon={self.horizon}; leave it out"
-        for problem in self.training.problems(ranks=view.ranks, optimizer=self.optimizer.kind):
-            yield f"training.{problem}"
-        for problem in self.training.problems(ranks=view.ranks, optimizer=self.optimizer.kind):
-            yield f"training.{problem}"
+        yield from self.training.problems(ranks=view.ranks, optimizer=self.optimizer.kind)
         yield from self._unmet(facts(self.loss), view)
         if view.staleness and not self.loss.ratio_control:
             yield f"staleness {view.staleness} with {loss}, which controls no ratio; use AIPO or a clip"

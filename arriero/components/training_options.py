@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Literal
+import importlib.util
+from dataclasses import field, fields
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.planning import Layout
@@ -23,9 +24,9 @@ class LoRA:
     """
 
     rank: NonNegativeInt = 0
-    alpha: PositiveFloat = 32.0
-    targets: tuple[str, ...] = ("all-linear",)
-    seed: NonNegativeInt = 0
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
+    targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=("all-linear",), min_length=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -64,17 +65,35 @@ class TrainingOptions:
         """What can't be together, each with a remedy."""
         found: list[str] = []
         if ranks % self.shards:
-            found.append(f"shards={self.shards} doesn't divide ranks={ranks}; every copy needs as many ranks")
+            found.append(
+                f"training.shards={self.shards} doesn't divide ranks={ranks}; every copy needs as many ranks"
+            )
         if self.fp32_logits and self.precision == "float32":
-            found.append("fp32_logits=true says nothing under precision=float32; leave it out")
+            found.append(
+                "training.fp32_logits=true says nothing under training.precision=float32; leave it out"
+            )
         if optimizer == "muon" and self.shards > 1:
-            found.append(f"optimizer=muon needs whole matrices, but shards={self.shards}; use adamw")
+            found.append(
+                f"optimizer.kind=muon needs whole matrices, but training.shards={self.shards}; use adamw"
+            )
         if optimizer == "muon" and self.lora.rank:
             found.append(
-                f"optimizer=muon is for whole matrices, not for lora.rank={self.lora.rank}; use adamw"
+                f"optimizer.kind=muon is for whole matrices, not for training.lora.rank={self.lora.rank}; "
+                "use adamw"
             )
         if not self.average.decay and self.average != Average():
-            found.append(f"average.used_for={self.average.used_for} needs average.decay above 0")
+            found.append(
+                f"training.average.used_for={self.average.used_for} needs training.average.decay above 0"
+            )
         if not self.lora.rank and self.lora != LoRA():
-            found.append("lora options need lora.rank above 0")
+            found.append(f"{_others(self.lora)} without an adapter; set training.lora.rank above 0")
+        if self.lora.rank and importlib.util.find_spec("peft") is None:
+            found.append(f"training.lora.rank={self.lora.rank} needs peft: pip install 'arriero[lora]'")
         return found
+
+
+def _others(lora: LoRA) -> str:
+    """The options of an adapter that aren't as they are by default, as keys with values."""
+    default = LoRA()
+    changed = {f.name: getattr(lora, f.name) for f in fields(LoRA)}
+    return ", ".join(f"training.lora.{k}={v}" for k, v in changed.items() if v != getattr(default, k))
