@@ -433,6 +433,21 @@ async def test_evicting_a_replica_gives_back_what_it_held(engine: Engine) -> Non
     assert await mine.lease(wait_s=0.05) is None
 
 
+async def test_evicting_a_replica_twice_leaves_alone_who_has_taken_its_work(engine: Engine) -> None:
+    broker = await engine.declare(edge())
+    dead = await engine.connect()
+    await broker.producer("rollouts", 0).put("m0", b"x")
+    await take(dead.consumer("rollouts", "reward"))
+    dead.start_pulse("role/0", bytes, interval_s=0.02)
+    await asyncio.sleep(0.2)
+    await dead.close()
+    await broker.evict("role/0")
+    heir = await take((await engine.connect()).consumer("rollouts", "reward"), wait_s=PROMPT_S)
+    await broker.evict("role/0")  # its next process died before its first heartbeat
+    assert await broker.consumer("rollouts", "reward").lease(wait_s=0.3) is None
+    await heir.ack()
+
+
 # --- the end ----------------------------------------------------------------------------------------------
 
 

@@ -195,7 +195,10 @@ class Broker(Protocol):
         ...
 
     async def evict(self, key: str) -> None:
-        """Replica `key` is dead: what its last heartbeat said it had leased is delivered again at once."""
+        """Replica `key` is dead: what its last heartbeat said it had leased is delivered again at once.
+
+        Idempotent: who has taken it since keeps it.
+        """
         ...
 
     async def dead_letters(self) -> list[DeadLetter]:

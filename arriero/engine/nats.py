@@ -189,7 +189,8 @@ class NatsBroker:
                 self._heard.setdefault(from_token(subject.rpartition(".")[2]), (time.monotonic(), beat))
 
     async def evict(self, key: str) -> None:
-        message = await self._get(self._names.beats_stream, {"last_by_subj": self._names.beat_subject(key)})
+        stream, subject = self._names.beats_stream, self._names.beat_subject(key)
+        message = await self._get(stream, {"last_by_subj": subject})
         if message is None:
             return
         beat = msgspec.msgpack.decode(base64.b64decode(message["data"]), type=Heartbeat)
@@ -200,6 +201,12 @@ class NatsBroker:
         for outcome in await asyncio.gather(*give_back, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, Forgotten):
                 raise outcome
+        # Once: the server would take back what somebody else holds by now, for it doesn't ask who says so.
+        upto = {"filter": subject, "seq": message["seq"] + 1}
+        try:
+            await self._link.ask(f"STREAM.PURGE.{stream}", upto, what=f"evict {key}")
+        except JetStreamError as error:
+            raise BrokerError(f"evict {key}: {error}") from None
 
     # --- end of life --------------------------------------------------------------------------------------
 
