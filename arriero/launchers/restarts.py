@@ -40,10 +40,15 @@ class Restarts:
             and self.counts[p.name] < self._most
         )
 
-    async def again(self, p: Process, broker: Broker, number: int) -> Process:
-        """Start `p`, which signal `number` has ended, again. Raises BrokerError, OSError."""
+    async def again(self, p: Process, broker: Broker, number: int) -> Process | None:
+        """Start `p`, which signal `number` has ended, again; None if the run has come to its end meanwhile.
+
+        Raises BrokerError, OSError.
+        """
         assert self._start is not None
         await broker.evict(f"{p.name}-0")
+        if self.over:  # nobody would end it
+            return None
         self.counts[p.name] += 1
         why = killed(p.name, number, p.log).message
         print(

@@ -146,7 +146,12 @@ class Supervisor:
             self.fail(exited(p.name, code, p.log))
 
     async def _start_again(self, p: Process, broker: Broker, number: int) -> None:
-        again = self._processes[p.name] = await self.restarts.again(p, broker, number)
+        again = await self.restarts.again(p, broker, number)
+        if again is None:
+            self._gone.add(p.name)
+            self._changed.set()
+            return
+        self._processes[p.name] = again
         self._tasks.append(asyncio.create_task(self._watch(again)))
 
     async def _follow_control(self, broker: Broker) -> None:
@@ -199,7 +204,8 @@ class Supervisor:
         }
 
     def _age_s(self, key: str) -> float:
-        return self._pulse_age_s(key) or self.restarts.age_s(key.rpartition("-")[0])
+        age_s = self._pulse_age_s(key)
+        return self.restarts.age_s(key.rpartition("-")[0]) if age_s is None else age_s
 
     def _bound_s(self, key: str) -> float:
         bound = self._options.liveness_s
