@@ -208,6 +208,8 @@ class _Conductor:
 
     def conclude(self, outcome: Outcome) -> int:
         """Write the summary, show how it ended; the exit code."""
+        if outcome.state == "finished" and self._recording is not None and self._recording.failure:
+            outcome = self._failed(self._recording.failure)
         if outcome.state == "finished" and (why := self.reporter.fruitless()):
             outcome = Outcome(state="failed", failure=Failure(message=why, code=2))
         message = outcome.failure.message if outcome.failure else ""

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from arriero.engine.broker import Broker
+from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.lineage.recorder import Recorder
 from arriero.engine.lineage.writer import LineageWriter
 from arriero.launchers.failures import Failure, raised
@@ -27,6 +27,7 @@ class Recording:
         self, spec: GraphSpec, options: RunOptions, run: RunDir, *, fail: Callable[[Failure], None]
     ) -> None:
         self._run, self._fail = run, fail
+        self.failure: Failure | None = None  # why the record isn't whole
         opened = Opened(
             run_id=options.run_id,
             graph_digest=spec.digest,
@@ -43,11 +44,17 @@ class Recording:
 
     async def close(self, broker: Broker, *, finished: bool) -> None:
         """When nobody sends any more: store what still stands on the edges, and stop."""
-        if self._task is not None:
-            if not self._task.done():
-                await self._recorder.drain(broker, bound_s=_FINISHED_S if finished else _BROKEN_S)
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is None:
+            return
+        bound_s = _FINISHED_S if finished else _BROKEN_S
+        draining = asyncio.create_task(self._recorder.drain(broker, bound_s=bound_s))
+        await asyncio.wait({draining, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if finished and draining.done() and not draining.result():
+            told = f"the record isn't whole: what stood on the edges wasn't stored within {bound_s:g} s"
+            self._failed(Failure(message=told))
+        for task in (draining, self._task):
+            task.cancel()
+        await asyncio.gather(draining, self._task, return_exceptions=True)
 
     def note(self, what: str, detail: str) -> None:
         """Something that happened to the run itself."""
@@ -62,9 +69,15 @@ class Recording:
             await self._recorder.run(broker)
         except OSError as error:
             told = f"the record of the run can't be written: {error}; run with --record false to go without"
-            self._fail(Failure(message=told, weight=0))
+            self._failed(Failure(message=told, weight=0))
+        except BrokerError as error:  # a broker that is lost is told by others, who see it first
+            self._failed(Failure(message=f"the record lost the edges: {error}", weight=4))
         except Exception as error:  # noqa: BLE001  # a run without its record must not go on
-            self._fail(raised(error))
+            self._failed(raised(error))
+
+    def _failed(self, failure: Failure) -> None:
+        self.failure = failure
+        self._fail(failure)
 
 
 def _sha256(path: Path) -> str:

@@ -112,18 +112,33 @@ class Reporter:
         summary = self._account.summary(
             self.ledger, state=state, error=error, wall_s=time.monotonic() - self._began
         ).model_copy(update={"restarts": dict(restarts)})
+        summary = self._sealed(summary)
         try:
-            if self._recording is not None:
-                summary = summary.model_copy(update={"lineage": self._recording.seal(state)})
             write_json(self._run.summary, summary)
             for file in self._files:
                 file.close()
             self._board.close()
-        except OSError as problem:  # a full disk, say; how the run ended must still be told
-            error = f"the record in {self._run.path} can't be completed: {problem.strerror}"
-            summary = summary.model_copy(update={"error": "\n".join(p for p in (summary.error, error) if p)})
+        except OSError as problem:
+            summary = self._incomplete(summary, problem)
         self._display.close()
         return summary
+
+    def _sealed(self, summary: RunSummary) -> RunSummary:
+        """With the head of the record's chain."""
+        if self._recording is None:
+            return summary
+        try:
+            return summary.model_copy(update={"lineage": self._recording.seal(summary.state)})
+        except Exception as problem:  # noqa: BLE001  # whatever it is, how the run ended must still be told
+            return self._incomplete(summary, problem)
+
+    def _incomplete(self, summary: RunSummary, problem: Exception) -> RunSummary:
+        """A full disk, say: the run has failed, whatever it was."""
+        why = problem.strerror if isinstance(problem, OSError) and problem.strerror else repr(problem)
+        error = f"the record in {self._run.path} can't be completed: {why}"
+        state = "failed" if summary.state == "finished" else summary.state
+        errors = "\n".join(p for p in (summary.error, error) if p)
+        return summary.model_copy(update={"state": state, "error": errors})
 
     def _imbalance(self) -> str:
         if not self.ledger.in_flight and not self.ledger.evaluating:

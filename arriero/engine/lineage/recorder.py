@@ -10,6 +10,7 @@ together. What no batch will name (held-out prompts, dropped groups, other recor
 | a held group | the batch that names it                     | that batch; its drop; its edge being full     |
 | a held batch | its groups, if they are late on their edge  | the groups; a second in which nothing comes   |
 | a producer   | room that the recorder holds                | a commit within about a second, of everything |
+|              |                                             | (within half a minute if it needs over half)  |
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 RECORD = "record"  # the recorder's group on an edge; those of the nodes are called <node>-<port>
 _PAUSE_S = 1.0
+_STILL = 30  # pauses in which nothing came: then whoever has to come may be waiting for room himself
 _WAIT_S = 5.0
 _HELD_BYTES = 256 << 20
 _DROPS_KEPT = 1 << 16
@@ -107,13 +109,12 @@ class Recorder:
         self._other.append(entry)
 
     async def run(self, broker: Broker) -> None:
-        """Record until cancelled. Raises the first error; a broker that is lost is for others to tell."""
+        """Record until cancelled. Raises the first error."""
         work = [self._follow(broker, loop.name) for loop in self._spec.loops]
         work += [self._take(broker, name) for name in self._rooms]
         tasks = [asyncio.create_task(w) for w in (*work, self._extend(), self._store_all(broker))]
         try:
-            with suppress(BrokerError):
-                await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -121,8 +122,8 @@ class Recorder:
             if self._storing is not None:
                 await asyncio.wait({self._storing})
 
-    async def drain(self, broker: Broker, *, bound_s: float) -> None:
-        """When nobody sends any more: until all of it is stored, for at most `bound_s`."""
+    async def drain(self, broker: Broker, *, bound_s: float) -> bool:
+        """When nobody sends any more: until all of it is stored, for at most `bound_s`; whether it is."""
         with suppress(TimeoutError, BrokerError):
             async with asyncio.timeout(bound_s):
                 await self._ended.wait()
@@ -134,6 +135,8 @@ class Recorder:
                     await newest.aclose()
                     while self._versions.get(loop.name) != last.id:  # noqa: ASYNC110  # another task's work
                         await asyncio.sleep(0.01)
+                return True
+        return False
 
     def seal(self, state: RunState) -> Anchor:
         """The run is over: store what is left; the head of the chain."""
@@ -186,6 +189,7 @@ class Recorder:
     # --- what is stored -----------------------------------------------------------------------------------
 
     async def _store_all(self, broker: Broker) -> None:
+        still = 0
         while True:
             self._arrived.clear()
             if not self._open and not self._held:
@@ -194,7 +198,8 @@ class Recorder:
                 async with asyncio.timeout(_PAUSE_S):
                     await self._arrived.wait()
             quiet, self._moved = not self._moved, False
-            everything = not self._open or self._bytes() > _HELD_BYTES
+            still = still + 1 if quiet else 0
+            everything = not self._open or self._bytes() > _HELD_BYTES or still >= _STILL
             if everything or (quiet and self._held and await self._full(broker)):
                 ready = [*self._held]
             else:
@@ -237,11 +242,10 @@ class Recorder:
         return any(self._writer.knows(edge, name) for edge in self._rooms)
 
     async def _full(self, broker: Broker) -> bool:
-        """Whether an edge has no room for one more, while we hold some of it."""
+        """Whether an edge may have no room for one more, while we hold some of it."""
         for edge in {key[0] for key in self._held}:
             depth, room = await broker.depth(edge), self._rooms[edge]
-            largest = max(len(h.lease.payload) for h in self._held.values() if h.edge == edge)
-            if depth.messages >= room.messages or depth.bytes + 2 * largest > room.bytes:
+            if depth.messages >= room.messages or 2 * depth.bytes > room.bytes:
                 return True
         return False
 
