@@ -54,7 +54,7 @@ def main() -> None:
     rows = [json.loads(line) for line in lines]
     questions: list[Tokens] = [np.array(encode(row["question"]), np.int32) for row in rows]
     answers: list[Tokens] = [np.array(encode(row["answer"]), np.int32) for row in rows]
-    single = [np.concatenate(pair) for pair in zip(questions, answers, strict=True)]
+    single: list[Tokens] = [np.concatenate([q, a]) for q, a in zip(questions, answers, strict=True)]
     grouped: list[Tokens] = [
         np.concatenate([q, answers[(k * args.samples + n) % len(answers)]])
         for k, q in enumerate(questions)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -74,7 +75,7 @@ POLICIES = {
 
 def length(row: int, epoch: int, sample: int) -> int:
     """Tokens of one response."""
-    typical = float(np.random.default_rng([row, 7]).lognormal(np.log(60.0), 1.1))
+    typical = np.random.default_rng([row, 7]).lognormal(math.log(60.0), 1.1)
     chance = np.random.default_rng([row, epoch, sample])
     share = 1.0 if sample == 0 else chance.uniform(0.2, 1.0)
     return min(max(int(typical * share * chance.uniform(0.7, 1.3)), 2), MOST)
