@@ -55,10 +55,11 @@ def main() -> None:
     questions: list[Tokens] = [np.array(encode(row["question"]), np.int32) for row in rows]
     answers: list[Tokens] = [np.array(encode(row["answer"]), np.int32) for row in rows]
     single: list[Tokens] = [np.concatenate([q, a]) for q, a in zip(questions, answers, strict=True)]
+    samples: int = args.samples
     grouped: list[Tokens] = [
-        np.concatenate([q, answers[(k * args.samples + n) % len(answers)]])
+        np.concatenate([q, answers[(k * samples + n) % len(answers)]])
         for k, q in enumerate(questions)
-        for n in range(args.samples)
+        for n in range(samples)
     ]
 
     def cut(inputs: list[Tokens], size: int) -> list[list[Tokens]]:
