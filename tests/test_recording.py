@@ -14,10 +14,15 @@ from arriero.engine.broker import Broker
 from arriero.engine.claim_stores import FolderStore
 from arriero.engine.claims import ClaimChecked
 from arriero.engine.codec import encode
+from arriero.engine.errors import UserError
+from arriero.engine.lineage.chain import ChainError
+from arriero.engine.lineage.writer import LineageWriter
 from arriero.engine.memory import MemoryBroker
 from arriero.launchers.failures import Failure
 from arriero.launchers.hub import declare
+from arriero.launchers.launch import inline
 from arriero.launchers.local import Process
+from arriero.launchers.options import LaunchOptions
 from arriero.launchers.progress import Quiet
 from arriero.launchers.recording import Recording
 from arriero.launchers.reporter import Reporter
@@ -25,6 +30,7 @@ from arriero.launchers.restarts import Restarts
 from arriero.launchers.rundir import create
 from arriero.launchers.vitals import Vitals
 from arriero.schemas.graph import Capacity, GraphSpec
+from arriero.schemas.lineage import Opened
 from arriero.schemas.messages import ScoredGroup
 from arriero.schemas.run import RunOptions
 from tests.lineage_runs import scored_group
@@ -134,3 +140,19 @@ async def test_no_replica_starts_again_when_the_run_has_come_to_its_end(tmp_path
     assert await restarts.again(p, MemoryBroker(), 9) is None
     assert (names, dict(restarts.counts)) == ([], {})
     own.wait()
+
+
+async def test_two_runs_have_two_records(tmp_path: Path) -> None:
+    url = str(tmp_path / "record")
+    LineageWriter(url, Opened(run_id="one", graph_digest="graph"))
+    with pytest.raises(ChainError, match="holds the record of run one"):
+        LineageWriter(url, Opened(run_id="two", graph_digest="graph"))
+
+
+@pytest.mark.parametrize(
+    ("url", "why"), [("foo://bar", "Protocol not known: foo"), ("/proc/nothing", "No such file")]
+)
+def test_a_place_that_can_not_hold_a_record_is_refused(tmp_path: Path, url: str, why: str) -> None:
+    options, run = OPTIONS.model_copy(update={"record_url": url}), create(tmp_path / "run")
+    with pytest.raises(UserError, match=f"can't be recorded at {url}: .*{why}.*choose another --record-url"):
+        inline(toy_graph().check(), options, run, LaunchOptions())

@@ -228,12 +228,19 @@ class _Conductor:
 def _recording(
     spec: GraphSpec, options: RunOptions, run: RunDir, fail: Callable[[Failure], None]
 ) -> Recording | None:
-    """Whatever keeps the lineage, if the run is to have one. Imports zarr."""
+    """Whatever keeps the lineage, if the run is to have one; UserError if it can't. Imports zarr."""
     if not options.record:
         return None
+    from arriero.engine.lineage.chain import ChainError
     from arriero.launchers.recording import Recording
 
-    return Recording(spec, options, run, fail=fail)
+    try:
+        return Recording(spec, options, run, fail=fail)
+    except (ChainError, ImportError, OSError, ValueError) as error:
+        raise UserError(
+            f"the run can't be recorded at {options.record_url or run.lineage}: {error}; choose another "
+            "--record-url, or run with --record false"
+        ) from error
 
 
 @asynccontextmanager

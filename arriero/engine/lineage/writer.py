@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arriero.engine.lineage.chain import Chain, lines
+from arriero.engine.lineage.chain import Chain, ChainError, lines
 from arriero.engine.lineage.gathering import Gathering, Known
 from arriero.engine.lineage.spaces import Spaces
 from arriero.schemas.ledger import Event
@@ -64,7 +64,10 @@ class LineageWriter:
             self._write([opened])
             return
         for line in lines(url):
-            self._remember(line.entry)
+            entry = line.entry
+            if isinstance(entry, Opened) and entry.run_id != opened.run_id:
+                raise ChainError(f"{url} holds the record of run {entry.run_id}")
+            self._remember(entry)
         self._write([Reopened(cut_bytes=self._chain.cut_bytes)])
 
     @property
