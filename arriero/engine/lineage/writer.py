@@ -59,7 +59,6 @@ class LineageWriter:
         self._spaces = Spaces(url, last.ends if last else None)
         self._groups: OrderedDict[str, Known] = OrderedDict()
         self._ids: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self.num_events = 0
         if not self._chain.reopened:
             self._write([opened])
             return
@@ -124,8 +123,6 @@ class LineageWriter:
                 _keep(self._ids, (entry.edge, entry.id), None)
             case WeightsEntry():
                 _keep(self._ids, (entry.loop, entry.id), None)
-            case Noted():
-                self.num_events += 1
             case _:
                 pass
 

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from arriero.engine.weights.layout import TORCH_DTYPES, WeightError, dtype_name
+from arriero.engine.weights.layout import TORCH_DTYPES, WeightError
 from arriero.schemas.weights import ALIGNMENT_BYTES, DType
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -121,16 +121,6 @@ def load(spec: Sent, slot: Bytes, into: Tensor | Bytes, staging: Staging) -> Non
         _check(spec, slot, fingerprint(target, staging))
 
 
-def verify(spec: Sent, slot: Bytes, into: Tensor, staging: Staging) -> None:
-    """Read a parameter back: its bytes are those of the slot, or exactly what the slot's values cast to."""
-    target = into.detach()
-    if target.dtype == TORCH_DTYPES[spec.dtype]:
-        _check(spec, slot, fingerprint(target, staging))
-        return
-    for sent, held in _pairs(spec, slot, target):
-        _check_cast(spec, sent, held)
-
-
 def _check(spec: Sent, slot: Bytes, got: str) -> None:
     if got != spec.fingerprint:
         _check_buffer(spec, slot)
@@ -215,11 +205,3 @@ def as_bytes(tensor: Tensor) -> Bytes:
     """The memory of a contiguous host tensor."""
     array: Bytes = tensor.view(-1).view(torch.uint8).numpy()
     return array
-
-
-def state_fingerprints(
-    tensors: dict[str, Tensor], staging: Staging
-) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
-    """(name, dtype, shape, fingerprint) of each tensor, what `weights_fingerprint` takes."""
-    for name, tensor in tensors.items():
-        yield name, dtype_name(name, tensor), tuple(tensor.shape), fingerprint(tensor, staging)
