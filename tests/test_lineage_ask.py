@@ -141,7 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_runs_are_listed_and_filtered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(folder), "--json"]) == 0
     assert [r["state"] for r in json.loads(capsys.readouterr().out)] == ["finished", "finished"]
-    assert main(["runs", str(folder), "--where", "optimizer.lr=0.2", "--json"]) == 0
+    assert main(["runs", str(folder), "--where", "optimizer.lr=2e-1", "--json"]) == 0
     (only,) = json.loads(capsys.readouterr().out)
     assert only["run"].endswith("run-1")
     assert main(["runs", str(folder), "--where", "optimizer.lr=7"]) == 0

@@ -191,7 +191,9 @@ def test_the_prediction_and_the_bound_come_from_the_seconds_of_a_firing() -> Non
     assert 0.8 <= summary.predicted_step_s < 0.9
     # Versions 3 to 10 came one second apart; the first two don't count.
     assert summary.step_s == pytest.approx(1.0)
-    assert "1 (predicted 0.8, at least 0.8: generator)" in result_screen(summary, Path("run"))
+    assert "1 in the median (of mean times: predicted 0.8, at least 0.8: generator)" in result_screen(
+        summary, Path("run")
+    )
 
 
 def test_what_a_replica_needed_to_start_is_not_in_its_firings() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -61,7 +63,7 @@ def runs(args: Sequence[str], show: Callable[[str], int]) -> int:
         return show(json.dumps([_summary(run) for run in found], indent=2, default=str))
     rows = [[_cell(v) for v in _summary(run).values()] for run in found]
     names = ["run", "pipeline", "state", "steps", "reward", "accuracy", "started"]
-    return show(text_table(names, rows) if rows else f"no such run below {folder}")
+    return show(text_table(names, rows) if rows else _none(folder, where))
 
 
 def listed(folder: Path) -> list[Run]:
@@ -115,10 +117,22 @@ def _read(args: Sequence[str]) -> tuple[list[Path], list[tuple[str, str]], Path 
     return places, where, picture, as_json
 
 
+def _none(folder: Path, where: Sequence[tuple[str, str]]) -> str:
+    """Why the list is empty."""
+    known = {key for run in listed(folder) for key in run.values}
+    for key in (key for key, _ in where if key not in known):
+        close = difflib.get_close_matches(key, known, n=1)
+        return f"no run below {folder} has a key {key}" + (f"; did you mean {close[0]}?" if close else "")
+    return f"no such run below {folder}"
+
+
 def _matches(run: Run, key: str, wanted: str) -> bool:
     if key not in (values := run.values):
         return False
     value = values[key]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(ValueError):
+            return float(wanted) == value
     return wanted in (str(value), json.dumps(value))
 
 
