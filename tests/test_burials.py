@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from arriero.engine.broker import EdgeDecl
 from arriero.engine.codec import encode
+from arriero.engine.lineage.recorder import RECORD
 from arriero.engine.memory import MemoryBroker
 from arriero.launchers.burials import Burials
 from arriero.schemas.ledger import CONTROL_LOG, EVENT, LEDGER_LOG, DroppedEvent
@@ -45,4 +48,17 @@ async def test_what_the_broker_gave_up_is_in_the_ledger_once_with_its_origins() 
     assert {e.detail for e in events.values()} == {"its holder died"}
     await Burials(toy_graph().check()).write(broker)  # another supervisor: the event's id is the same
     assert len(await ledger(broker, 2)) == 2
+    await broker.close()
+
+
+async def test_what_the_recorder_gave_up_is_no_loss_of_the_broker() -> None:
+    broker = MemoryBroker()
+    edge = EdgeDecl(name="reward", groups=("collect-scored", RECORD), max_deliveries=1)
+    await broker.declare([edge], [LEDGER_LOG, CONTROL_LOG])
+    await broker.producer("reward", 0).put("a", b"a group")
+    lease = await broker.consumer("reward", RECORD).lease(wait_s=1)
+    assert lease is not None
+    await lease.nack("its payload can't be read")
+    with pytest.raises(TimeoutError, match="the record lacks a of edge reward: its payload can't be read"):
+        await Burials(toy_graph().check()).write(broker)
     await broker.close()

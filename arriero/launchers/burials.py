@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import cast
 
 from arriero.engine.backlog import backlog_edge
-from arriero.engine.broker import Broker, BrokerError, DeadLetter
+from arriero.engine.broker import Broker, DeadLetter
 from arriero.engine.codec import CodecError, decode
 from arriero.engine.lineage.recorder import RECORD
 from arriero.engine.portable import resolve
@@ -30,12 +30,10 @@ class Burials:
         self._written: set[tuple[str, str]] = set()
 
     async def write(self, broker: Broker) -> None:
-        """Record what is new. Raises BrokerError if the broker doesn't answer."""
+        """Record what is new. Raises BrokerError, or TimeoutError for what the lineage will lack."""
         for letter in await broker.dead_letters():
             if letter.group == RECORD:
-                raise BrokerError(
-                    f"the recorder left {letter.id} without an answer; is its machine overloaded?"
-                )
+                raise TimeoutError(f"the record lacks {letter.id} of edge {letter.edge}: {letter.error}")
             if (letter.group, letter.id) not in self._written:
                 self._written.add((letter.group, letter.id))
                 await record(broker, self._event(letter))

@@ -208,13 +208,14 @@ class _Conductor:
 
     def conclude(self, outcome: Outcome) -> int:
         """Write the summary, show how it ended; the exit code."""
-        if outcome.state == "finished" and self._recording is not None and self._recording.failure:
-            outcome = self._failed(self._recording.failure)
         if outcome.state == "finished" and (why := self.reporter.fruitless()):
             outcome = Outcome(state="failed", failure=Failure(message=why, code=2))
+        if outcome.state == "finished" and self._recording is not None and self._recording.failure:
+            outcome = self._failed(self._recording.failure)
         message = outcome.failure.message if outcome.failure else ""
         if self._recording is not None and message:
             self._recording.note(outcome.state, message)
+        self.reporter.ended(self.supervisor.counts)
         summary = self.reporter.finish(outcome.state, message, self.supervisor.restarts.counts)
         if summary.error:
             print(f"arriero: error: {summary.error}", file=sys.stderr, flush=True)

@@ -49,12 +49,12 @@ class Recording:
         bound_s = _FINISHED_S if finished else _BROKEN_S
         draining = asyncio.create_task(self._recorder.drain(broker, bound_s=bound_s))
         await asyncio.wait({draining, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        if finished and draining.done() and not draining.result():
-            told = f"the record isn't whole: what stood on the edges wasn't stored within {bound_s:g} s"
-            self._failed(Failure(message=told))
         for task in (draining, self._task):
             task.cancel()
-        await asyncio.gather(draining, self._task, return_exceptions=True)
+        whole, _ = await asyncio.gather(draining, self._task, return_exceptions=True)
+        if finished and whole is not True and self.failure is None:
+            told = f"the record isn't whole: what stood on the edges wasn't stored within {bound_s:g} s"
+            self._failed(Failure(message=told))
 
     def note(self, what: str, detail: str) -> None:
         """Something that happened to the run itself."""

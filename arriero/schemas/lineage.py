@@ -163,7 +163,7 @@ class WeightsEntry(Message):
 
 
 class RunEntry(Message):
-    """Something that happened to the run itself: a node that failed or was started again, a stop."""
+    """Something that happened to the run itself: how it failed, or a record that couldn't be read."""
 
     kind: Literal["run"] = "run"
     what: str
