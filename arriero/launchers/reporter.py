@@ -88,6 +88,10 @@ class Reporter:
             self._account.heartbeat(pulse.status)
         self._display.update(self._view())
 
+    def ended(self, counts: Mapping[tuple[str, int], Mapping[str, int]]) -> None:
+        """The last word on the counters of these nodes and replicas."""
+        self._account.ended(counts)
+
     def fruitless(self) -> str:
         """Why a run that came to its end made no step; empty if it did, or was to make none."""
         ledger, drop = self.ledger, self._last_drop

@@ -18,7 +18,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from arriero.engine.broker import Broker, BrokerError
@@ -56,7 +56,7 @@ class Supervisor:
         self.vitals = Vitals(spec)
         self._failures: list[Failure] = []
         self._changed = asyncio.Event()
-        self._ended: set[tuple[str, int]] = set()  # node, replica
+        self._ended: dict[tuple[str, int], dict[str, int]] = {}  # counters by node, replica
         self._gone: set[str] = set()
         self.restarts = Restarts(spec, options, start)
         self._broker: Broker | None = None
@@ -89,6 +89,11 @@ class Supervisor:
         await self._until(lambda: bool(self._failures))
         await asyncio.sleep(SETTLE_S)
         return min(self._failures, key=lambda f: f.weight)
+
+    @property
+    def counts(self) -> Mapping[tuple[str, int], Mapping[str, int]]:
+        """The counters of replicas that have ended, by node and replica."""
+        return self._ended
 
     async def all_ended(self) -> None:
         """Returns when all nodes have ended and their processes have left, or were given time to."""
@@ -161,7 +166,7 @@ class Supervisor:
             if message.error:
                 self._tasks.append(asyncio.create_task(self._node_failed(message)))
             else:
-                self._ended.add((message.node, message.replica))
+                self._ended[message.node, message.replica] = message.counts
                 self._changed.set()
 
     async def _node_failed(self, ended: Ended) -> None:

@@ -89,6 +89,7 @@ class Ended(Message):
     """Control: node `node`'s replica ended; `error` is empty if it did what it was to do.
 
     `user` is true when the error is one line for the user to mend rather than a fault with a traceback.
+    `counts` are the node's named counters at its end, which no heartbeat may have told.
     """
 
     kind: Literal["ended"] = "ended"
@@ -97,6 +98,7 @@ class Ended(Message):
     error: str = ""
     traceback: str = ""
     user: bool = False
+    counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
 
 
 class Stop(Message):

@@ -55,9 +55,7 @@ async def run_role(
     progress = Progress(spec, broker)
     world = World(rank, ranks, options.wait_bound_s)
     names = [n.name for n in spec.roles[role] if n.inputs or rank == 0]
-    contexts = {
-        name: _context(spec, name, options, replica, rank, ranks, run_dir, secret) for name in names
-    }
+    contexts = {name: _context(spec, name, options, replica, rank, ranks, run_dir, secret) for name in names}
     runners = [_runner(graph, spec, name, broker, options, contexts[name], progress, world) for name in names]
     lag = _LoopLag()
     broker.start_pulse(
@@ -128,7 +126,8 @@ async def _run_node(runner: NodeRunner, replica: int, rank: int, broker: Broker)
             _log.exception("%s failed and couldn't say so", name)
         raise
     if rank == 0:
-        await announce(broker, Ended(node=name, replica=replica))
+        counts = runner.clock.status().counts
+        await announce(broker, Ended(node=name, replica=replica, counts=counts))
 
 
 def _lost_peer(error: Exception) -> bool:
