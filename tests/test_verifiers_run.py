@@ -34,7 +34,10 @@ class Sums:
 
     def evaluation(self) -> Evaluation:
         return Evaluation(
-            prompts=[Prompt(id=f"held-{k}", text="?", answer=f"#### {k}", row=k) for k in range(3)]
+            prompts=[
+                Prompt(id=f"held-{k}", text="?", answer=f"#### {k}" if k < 3 else "unknown", row=k)
+                for k in range(4)
+            ]
         )
 
     async def run(self) -> AsyncIterator[Prompt]:
@@ -81,7 +84,15 @@ def test_a_run_trains_on_verdicts_and_accounts_for_quarantined_rows(tmp_path: Pa
     told = [line for line in text.splitlines() if "quarantined" in line]
     assert told
     assert all("'unknown' has no number" in line for line in told)
-    assert summary["groups_dropped"]["invalid"] == len(told)
+    kinds = [json.loads(line) for line in text.splitlines()]
+    held_out = {e["origin"] for e in kinds if e["kind"] == "admitted" and e["split"] == "eval"}
+    trained_on = [e for e in map(json.loads, told) if not held_out & set(e["origins"])]
+    assert summary["groups_dropped"]["invalid"] == len(trained_on)
+    assert summary["counts"]["prompts_quarantined"] == len(told)
+    assert [(r["prompts"], r["missing"]) for r in summary["evaluations"]] == [(3, 1), (3, 1)]
+    report = [json.loads(line) for line in (run.path / "quarantine.jsonl").read_text("utf-8").splitlines()]
+    assert {(r["split"], r["row"]) for r in report} >= {("eval", 3), ("train", 3), ("train", 7)}
+    assert len(report) == summary["counts"]["rows_quarantined"] <= len(told)
     assert not [
         p for p in psutil.Process().children(recursive=True) if "verifiers.worker" in " ".join(p.cmdline())
     ]

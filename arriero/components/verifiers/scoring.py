@@ -8,12 +8,13 @@ import time
 from collections.abc import AsyncGenerator
 
 from arriero.components.verifiers.canaries import refuse_blind
+from arriero.components.verifiers.quarantine import quarantine
 from arriero.components.verifiers.reward import RolloutReward, Scorer
 from arriero.components.verifiers.version import reward_version
 from arriero.engine.errors import UserError
 from arriero.engine.runtime.context import count
 from arriero.engine.stream import Stream
-from arriero.schemas.messages import Dropped, Outcome, RolloutGroup, Score, ScoredGroup
+from arriero.schemas.messages import Dropped, Outcome, Prompt, RolloutGroup, Score, ScoredGroup
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +62,12 @@ class Desk:
         self._scored = self._blind = 0
         self._blind_since = 0.0
         self._unscorable: dict[int, str] = {}
+        self._reported: set[tuple[str, str, int]] = set()
 
     async def answer(self, record: RolloutGroup) -> ScoredGroup | Dropped:
         """The scores in the order of the rollouts, or why the prompt is quarantined."""
         if why := await self._scorer.unscorable(record.prompt):
+            self._report(record.prompt, why)
             return Dropped(parent=record.id, reason="invalid", detail=f"quarantined: {why}"[:500])
         work = [asyncio.create_task(self._scorer.score(record.prompt, r)) for r in record.rollouts]
         try:
@@ -90,6 +93,12 @@ class Desk:
                 self._blind = 0
         return out
 
+    def _report(self, prompt: Prompt, why: str) -> None:
+        """A row in the report of the run, once, however often it is asked."""
+        if (row := (prompt.source, prompt.split, prompt.row)) not in self._reported:
+            self._reported.add(row)
+            quarantine([(prompt, why)])
+
     def end(self) -> None:
         """At the end of the stream. Raises UserError if no prompt could be scored."""
         if self._unscorable and not self._scored:
@@ -97,7 +106,6 @@ class Desk:
 
     def _quarantined(self, out: Dropped) -> None:
         count("prompts_quarantined")
-        log.warning("reward %s: %s", self._reward.label, out.detail)
         self._unscorable[len(self._unscorable)] = out.detail
         if not self._scored and len(self._unscorable) >= _UNSCORABLE:
             raise UserError(self._nothing_to_score())
