@@ -21,7 +21,7 @@ from arriero.engine.graph import Graph
 from arriero.launchers import provenance, rundir
 from arriero.launchers.catalog import Pipeline
 from arriero.schemas.graph import GraphSpec, NodeSpec
-from arriero.schemas.manifest import RunManifest
+from arriero.schemas.manifest import ContentHashes, RunManifest
 from arriero.schemas.run import RunOptions
 
 SPEC = GraphSpec(name="toy", nodes=(NodeSpec(name="a", component="m:A", config={}, output="m:R", role="a"),))
@@ -44,7 +44,7 @@ def manifest(*argv: str, started: datetime = NOW) -> RunManifest:
     found = Pipeline(name="toy", function=toy, config_type=Config, file=Path(__file__), search_path="")
     return provenance.manifest(
         run_id="r1", pipeline=found, spec=SPEC, config=Config(), sources={},
-        seed=3, started=started, argv=argv,
+        seed=3, started=started, argv=argv, content=ContentHashes(),
     )  # fmt: skip
 
 

@@ -255,6 +255,7 @@ def _start(ready: Ready, argv: list[str], *, result: bool = True) -> tuple[int, 
     from pathlib import Path
 
     from arriero.launchers import provenance, rundir
+    from arriero.launchers.content_hashes import content_hashes
     from arriero.launchers.options import LaunchOptions
     from arriero.schemas.run import RunOptions
 
@@ -280,6 +281,7 @@ def _start(ready: Ready, argv: list[str], *, result: bool = True) -> tuple[int, 
     manifest = provenance.manifest(
         run_id=options.run_id, pipeline=ready.pipeline, spec=ready.spec, config=ready.config,
         sources=ready.sources, seed=given.seed, started=now, argv=argv,
+        content=content_hashes(ready.spec),
     )  # fmt: skip
     run = rundir.create(
         Path(given.run_dir) if given.run_dir else rundir.default_path(name, now), overwrite=given.overwrite

@@ -19,7 +19,14 @@ import arriero
 from arriero.launchers.catalog import Pipeline
 from arriero.launchers.inputs import input_files, package_sha256
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.manifest import Ancestor, CodeRevision, Hardware, PipelineSource, RunManifest
+from arriero.schemas.manifest import (
+    Ancestor,
+    CodeRevision,
+    ContentHashes,
+    Hardware,
+    PipelineSource,
+    RunManifest,
+)
 
 MASK = "***"
 SECRET_NAME = re.compile(
@@ -40,6 +47,7 @@ def manifest(
     seed: int,
     started: datetime,
     argv: Sequence[str],
+    content: ContentHashes,
 ) -> RunManifest:
     """Everything known about the run that is about to start on this machine. It asks git and nvidia-smi."""
     function = pipeline.function
@@ -59,6 +67,7 @@ def manifest(
         code=revisions([Path(arriero.__file__).parent, pipeline.file.parent]),
         package_sha256=package_sha256(),
         inputs=input_files(spec),
+        content=content,
         python=platform.python_version(),
         platform=platform.platform(),
         packages=packages(),

@@ -57,11 +57,23 @@ class InputFile(Message):
     sha256: str = ""
 
 
+class ContentHashes(Message):
+    """What prompts are read by and scored by, each by the dotted place of its component in the graph.
+
+    `tokenizers`: SHA-256 of the tokenizer's files in the model directory; `chats`: the `chat_digest` and
+    `rewards`: the `reward_version` that the run's records carry.
+    """
+
+    tokenizers: dict[str, str] = Field(default_factory=dict)
+    chats: dict[str, str] = Field(default_factory=dict)
+    rewards: dict[str, str] = Field(default_factory=dict)
+
+
 class RunManifest(Message):
     """`sources`: for each dotted key of `config` "default", the configuration file, or "command line".
 
-    `package_sha256` is of arriero's own code as it is imported. Rows of the data, and what scored them, are
-    told by the hashes in the lineage: `prompt_sha256`, `chat_digest`, `reward_version`.
+    `package_sha256` is of arriero's own code as it is imported. Each row of the data is told by its
+    `prompt_sha256` in the lineage.
     """
 
     format: Literal[1] = 1
@@ -74,6 +86,7 @@ class RunManifest(Message):
     code: tuple[CodeRevision, ...] = ()
     package_sha256: str = ""
     inputs: tuple[InputFile, ...] = ()
+    content: ContentHashes = Field(default_factory=ContentHashes)
     python: str
     platform: str
     packages: dict[str, str] = Field(default_factory=dict)

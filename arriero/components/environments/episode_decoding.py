@@ -32,6 +32,7 @@ from arriero.components.group_decoding import published, request_seed
 from arriero.components.packing import check_vocabulary
 from arriero.components.policy import load_tokenizer
 from arriero.components.rollout_engine import Completion, Request, open_engine
+from arriero.components.verifiers.version import reward_version
 from arriero.engine.errors import UserError
 from arriero.engine.runtime.context import Context
 from arriero.schemas.messages import (
@@ -95,6 +96,7 @@ class EpisodeDecoding:
         if generator.chat.template:
             self._chat.check_turns(roles=("user", "tool") if self._toolbox.tools else ("user",))
         config.environment.prepare()
+        self._reward_version = reward_version(config.environment)
         self._engine = open_engine(generator, context, self.tokenizer)
         self._limit = min(config.tokens or self._engine.max_length, self._engine.max_length)
         self._calls: Calls[_Heard] = Calls("environment")
@@ -293,8 +295,10 @@ class EpisodeDecoding:
             )
         rollouts = tuple(self._rollout(o) for o in valid)
         scores = tuple(o.score for o in valid if o.score is not None)
-        played = RolloutGroup(prompt=valid[0].prompt, rollouts=rollouts)
-        return ScoredGroup(parents=(prompt_id,), group=played, scores=scores)
+        played = RolloutGroup(prompt=valid[0].prompt, rollouts=rollouts, chat_digest=self._chat.digest)
+        return ScoredGroup(
+            parents=(prompt_id,), group=played, scores=scores, reward_version=self._reward_version
+        )
 
     def _rollout(self, one: _Open) -> Rollout:
         talk = one.talk or Conversation(self._chat.prompt(one.prompt.text))

@@ -1,0 +1,62 @@
+"""What decides how prompts become tokens and responses become scores, by its hashes: for the manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from arriero.components.chat import ChatFormat
+from arriero.components.environments import Environment
+from arriero.components.prompts import PromptSource
+from arriero.components.rewards import RolloutReward, reward_version
+from arriero.engine.graph import Graph
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.manifest import ContentHashes
+
+# All that transformers reads a tokenizer from, of whatever kind; the chat template has a hash of its own.
+_TOKENIZER_FILES = (
+    "added_tokens.json", "merges.txt", "special_tokens_map.json", "spiece.model", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
+
+
+def content_hashes(spec: GraphSpec) -> ContentHashes:
+    """Of every tokenizer, chat template and reward in the graph's components. Raises UserError.
+
+    A reward of several terms is one, and so is an environment with the rewards in it.
+    """
+    tokenizers, chats, rewards = dict[str, str](), dict[str, str](), dict[str, str]()
+    for name, node in Graph.from_spec(spec).nodes.items():
+        for place, part in _parts(name, node.component):
+            if isinstance(part, RolloutReward | Environment):
+                rewards[place] = reward_version(part)
+                continue
+            model, chat = getattr(part, "model", None), getattr(part, "chat", None)
+            if not isinstance(model, str):
+                continue
+            if digest := tokenizer_sha256(Path(model)):
+                tokenizers[place] = digest
+            if isinstance(chat, ChatFormat) and (digest := chat.digest(model)):
+                chats[place] = digest
+    return ContentHashes(tokenizers=tokenizers, chats=chats, rewards=rewards)
+
+
+def tokenizer_sha256(model: Path) -> str:
+    """Of the tokenizer's files in a model directory, with their names; empty where there are none."""
+    found = [model / name for name in _TOKENIZER_FILES if (model / name).is_file()]
+    digest = hashlib.sha256()
+    for file in found:
+        digest.update(f"{file.name}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest() if found else ""
+
+
+def _parts(place: str, part: object) -> Iterator[tuple[str, object]]:
+    """The component and the components it holds; not what rewards and data are made of."""
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return
+    yield place, part
+    if not isinstance(part, RolloutReward | Environment | PromptSource):
+        for field in dataclasses.fields(part):
+            yield from _parts(f"{place}.{field.name}", getattr(part, field.name))
