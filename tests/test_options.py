@@ -149,6 +149,16 @@ def test_an_optional_section_can_be_taken_away_again(tmp_path: Path) -> None:
     assert resolve(Config, toml, ["--second", "none", "--second", "contains"])[0].second == Contains()
 
 
+@dataclass(frozen=True, kw_only=True)
+class MaybeOptimized:
+    optimizer: Optimizer | None = None
+
+
+def test_one_key_of_an_optional_section_is_enough_for_it_to_be_there() -> None:
+    assert resolve(MaybeOptimized, None, [])[0].optimizer is None
+    assert resolve(MaybeOptimized, None, ["--optimizer.lr", "2e-3"])[0].optimizer == Optimizer(lr=2e-3)
+
+
 def test_lists_are_separated_by_commas_repeated_or_json() -> None:
     for args in (
         ["--stop", "a,b"],

@@ -175,6 +175,10 @@ class _Resolver:
             if default is MISSING:
                 self.missing.append(self.prefix + name)
             return default
+        if (
+            default is None
+        ):  # an optional section that isn't there by default: it starts from its own defaults
+            default = MISSING
         member = self._member(kind, prefix, default)
         if member is None:
             return MISSING
