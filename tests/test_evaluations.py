@@ -110,6 +110,19 @@ def test_a_model_is_evaluated_on_all_rows_of_a_file(
     assert {*kinds} == {"admitted", "evaluated"}
 
 
+def test_an_evaluation_decodes_with_the_engine_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = ["evaluate", "--model", peaked_model(tmp_path / "model"), "--data", str(data), "--engine", "vllm"]
+    assert main(["check", *words, "--sampling.max-new-tokens", "4", "--vllm.tensor-parallel", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "vllm" in told
+    assert main(["check", *words[:-1], "transformers", "--vllm.tensor-parallel", "2"]) == 2
+    assert "set engine=vllm or leave these out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

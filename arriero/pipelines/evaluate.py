@@ -12,7 +12,9 @@ from arriero.components.fixed_weights import FixedWeights, HeldOutSource
 from arriero.components.generator import Generator
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import ExactMatch, Reward
+from arriero.components.rollout_engine import EngineName, EnginePrecision
 from arriero.components.sampling import Sampling
+from arriero.components.vllm_options import VLLMOptions
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Weights
 
@@ -30,6 +32,9 @@ class EvaluateConfig:
     generators: PositiveInt = 1
     rewards: PositiveInt = 1
     slots: PositiveInt = 256
+    engine: EngineName = "transformers"
+    vllm: VLLMOptions = field(default_factory=VLLMOptions)
+    generator_precision: EnginePrecision = "float32"
 
 
 def evaluate(cfg: EvaluateConfig) -> Graph:
@@ -39,8 +44,9 @@ def evaluate(cfg: EvaluateConfig) -> Graph:
     held_out = HeldOutSource(**{f.name: getattr(cfg.data, f.name) for f in fields(PromptSource)})
     prompts = g.add(held_out, name="prompts")()
     generator = Generator(
-        model=cfg.model, samples=cfg.samples, sampling=cfg.sampling, chat=cfg.chat, slots=cfg.slots
-    )
+        model=cfg.model, samples=cfg.samples, sampling=cfg.sampling, chat=cfg.chat, slots=cfg.slots,
+        engine=cfg.engine, vllm=cfg.vllm, precision=cfg.generator_precision,
+    )  # fmt: skip
     rollouts = g.add(generator, replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
     weights.close(g.add(FixedWeights(model=cfg.model), name="weights")(scored))
