@@ -167,9 +167,16 @@ async def refused(text: str, tmp_path: Path, answer_field: str = "") -> str:
     return one_line(error).removeprefix(str(path))
 
 
+async def test_a_list_of_chat_messages_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    told = await refused('{"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}\n', tmp_path)
+    assert told.startswith(
+        ":1: field 'prompt' is a list of chat messages; a prompt is text: write the user's"
+    )
+
+
 async def test_bad_rows_are_named_by_file_and_line(tmp_path: Path) -> None:
     good = '{"prompt": "a", "answer": "b"}\n'
-    assert await refused("\n\n", tmp_path) == ": no rows"
+    assert await refused("\n\n", tmp_path) == ": no rows; give a file that has some"
     assert (await refused(good + "\n{'prompt': 1}\n", tmp_path)).startswith(":3: invalid JSON at column 2: ")
     large = await refused(good + '{"prompt": "a", "n": ' + "9" * 20 + "}\n", tmp_path)
     assert large == f":2: {'9' * 20} has more than 64 bits; write the number as text, in quotes"

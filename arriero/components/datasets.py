@@ -29,7 +29,7 @@ def read_rows(path: str) -> list[Row]:
         with _reading(name), _opened(name, text=kind in TEXT) as file:
             rows += TEXT[kind](name, file) if kind in TEXT else BINARY[kind](name, file)
     if not rows:
-        raise UserError(f"{path}: no rows")
+        raise UserError(f"{path}: no rows; give a file that has some")
     return rows
 
 
@@ -41,7 +41,7 @@ def open_blocks(path: str, *, in_memory: bool) -> Blocks:
         return Whole(read_rows(path))
     blocks = Chain([_blocks(name) for name in _files(path)])
     if not sum(blocks.sizes):
-        raise UserError(f"{path}: no rows")
+        raise UserError(f"{path}: no rows; give a file that has some")
     return blocks
 
 

@@ -35,6 +35,11 @@ class Row:
         value = self.values[field]
         if isinstance(value, str):
             return value
+        if _conversation(value):
+            raise UserError(
+                f"{self.where}: field {field!r} is a list of chat messages; a prompt is text: write the "
+                f"user's message as a field of its own ({setting}), and give the system's as chat.system"
+            )
         if isinstance(value, bool) or not isinstance(value, int | float):
             kind = "null" if value is None else type(value).__name__
             raise UserError(
@@ -168,6 +173,10 @@ BINARY: Mapping[str, Callable[[str, IO[bytes]], Iterator[Row]]] = {
     ".arrow": arrow,
     ".feather": arrow,
 }
+
+
+def _conversation(value: JsonValue) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def _parsed(where: str, text: str) -> JsonValue:
