@@ -13,6 +13,7 @@ import asyncio
 import importlib
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ def pairs(rows: Sequence[Row], number: int) -> list[tuple[str, str, bool]]:
 
 
 def final(row: Row) -> str:
-    return row.answer.rpartition("####")[2].strip()
+    """The answer without what names it: `x=5` says what `5` says."""
+    return re.sub(r"^[a-z] *= *", "", row.answer.rpartition("####")[2].strip())
 
 
 async def measure(reward: Isolated, rows: Sequence[Row], number: int) -> Measured:
