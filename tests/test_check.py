@@ -309,7 +309,7 @@ def test_a_context_without_room_for_a_prompt_is_refused(model: str) -> None:
 
 def test_a_model_that_is_not_there_is_refused(model: str) -> None:
     lines = problems(training(model, generator={"model": "/nowhere"}))
-    assert any(line.startswith("generator: model '/nowhere'") for line in lines), lines
+    assert any(line.startswith("generator: model /nowhere is not a model directory") for line in lines), lines
 
 
 def test_no_error_has_an_empty_remedy(model: str) -> None:
