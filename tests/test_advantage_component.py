@@ -304,3 +304,31 @@ async def test_the_penalty_for_length_keeps_the_reward_before_it() -> None:
     found = await run(GroupAdvantage(groups=1, filter_constant=True), shaped)
     assert [s.advantages[2] for s in kept(found)[0].samples] == [1, -1]
     assert list(OverlongPenalty(max_length=3, buffer=4).problems(Alone()))
+
+
+def with_greedy(record: ScoredGroup) -> ScoredGroup:
+    """The same, its last rollout the greedy one."""
+    *sampled, last = record.group.rollouts
+    rollouts = (*sampled, last.model_copy(update={"greedy": True}))
+    return record.model_copy(update={"group": record.group.model_copy(update={"rollouts": rollouts})})
+
+
+async def test_the_greedy_rollout_is_a_baseline_and_is_not_trained_on() -> None:
+    component = GroupAdvantage(groups=1, baseline="greedy")
+    (batch,) = kept(await run(component, with_greedy(scored(0, 1, 0, 0.25))))
+    # Rewards 1 and 0, the greedy response's 0.25.
+    assert [s.advantages.tolist() for s in batch.samples] == [[0, 0, a, 0, a] for a in (0.75, -0.25)]
+    assert [int(s.tokens[0]) for s in batch.samples] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [((1, 0, ERROR), "no greedy rollout with a verdict"), ((ERROR, 1), "nothing is left to train on")],
+)
+async def test_a_group_without_a_greedy_verdict_or_without_another_is_dropped(
+    scores: tuple[float | Outcome, ...], said: str
+) -> None:
+    component = GroupAdvantage(groups=1, baseline="greedy")
+    (record,) = dropped(await run(component, with_greedy(scored(0, *scores))))
+    assert record.reason == "invalid"
+    assert said in record.detail

@@ -6,12 +6,14 @@ from typing import Literal, get_args
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arriero.components.advantages import (
     Baseline,
     Beyond,
+    best_weights,
     gae,
     group_advantage,
     is_constant,
@@ -25,6 +27,7 @@ from arriero.components.advantages import (
     whitened,
     whitened_tokens,
 )
+from arriero.components.losses import vmpo_loss
 from tests.oracles import oracle
 
 
@@ -258,3 +261,28 @@ def test_lengths_are_needed_and_checked_where_they_weigh() -> None:
         group_advantage([1, 0], baseline="length_weighted")
     with pytest.raises(ValueError, match="2 positive numbers"):
         group_advantage([1, 0], baseline="length_weighted", lengths=[3, 0])
+
+
+@pytest.mark.parametrize("eps", [0.01, 0.1, 0.9])
+def test_the_best_samples_are_weighed_at_the_temperature_that_v_mpo_would_learn(eps: float) -> None:
+    values = oracle("vmpo_rlax").vector("advantages")
+    ours = best_weights(values, eps=eps)
+    # The temperature is read off our weights: log-weights fall as A / t.
+    advantages = torch.tensor(values, dtype=torch.float64)
+    warmth = (values[2] - values[0]) / np.log(ours[2] / ours[0])
+    temperature = torch.tensor(warmth, dtype=torch.float64, requires_grad=True)
+    loss = vmpo_loss(
+        torch.zeros(6, dtype=torch.float64), advantages, torch.zeros(6, dtype=torch.float64),
+        temperature=temperature, multiplier=torch.ones(()), eps_temperature=eps, eps_kl=0.0,
+    )  # fmt: skip
+    np.testing.assert_allclose(ours, loss.weights_N, atol=1e-9)
+    (slope,) = torch.autograd.grad(loss.temperature, temperature)
+    assert abs(slope.item()) < 1e-9
+
+
+def test_equal_advantages_have_equal_weights_and_a_large_distance_takes_the_best_alone() -> None:
+    assert best_weights([3.0, 3.0, 3.0, 3.0], eps=0.1).tolist() == [0.5, 0.5, 0, 0]
+    assert best_weights([1.0, 5.0, 2.0, 3.0], eps=9.0).tolist() == [0, 1, 0, 0]
+    assert best_weights([-1.0], eps=0.1).tolist() == [1]
+    with pytest.raises(ValueError, match="advantages must be finite"):
+        best_weights([1.0, float("nan")], eps=0.1)

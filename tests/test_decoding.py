@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -427,3 +428,17 @@ def test_the_cache_takes_memory_for_what_is_decoded_and_not_for_the_whole_contex
     for key, completion in done.items():
         expected = forward_logprobs(model, PROMPTS[int(key)], completion.token_ids, 1.0)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_a_greedy_request_beside_sampled_ones_is_the_one_of_a_greedy_engine() -> None:
+    sampling = Sampling(max_new_tokens=6)
+    mixed = requests(PROMPTS)
+    mixed[1] = dataclasses.replace(mixed[1], greedy=True)
+    together = run_all(engine_of(endless(tiny_llama(scale=8.0)), sampling), mixed)
+    plain = run_all(engine_of(endless(tiny_llama(scale=8.0)), sampling), requests(PROMPTS))
+    greedy = Sampling(max_new_tokens=6, greedy=True)
+    likeliest = run_all(engine_of(endless(tiny_llama(scale=8.0)), greedy), requests(PROMPTS))
+    for key, completion in together.items():
+        expected = likeliest[key] if key == "1" else plain[key]
+        assert completion.token_ids.tolist() == expected.token_ids.tolist()
+    assert likeliest["1"].token_ids.tolist() != plain["1"].token_ids.tolist()

@@ -209,4 +209,22 @@ def test_check_refuses_what_the_model_cannot_hold(model: Path, tmp_path: Path) -
     assert "made for 512 tokens; use at most 512" in problems(Generator(model=str(model), context=513))
     assert "is not a model directory" in problems(Generator(model=str(tmp_path / "missing")))
     (tmp_path / "empty").mkdir()
-    assert "no config.json" in problems(Generator(model=str(tmp_path / "empty")))
+    assert "config.json is missing" in problems(Generator(model=str(tmp_path / "empty")))
+
+
+async def test_a_prompt_that_is_trained_on_has_a_greedy_rollout_besides(model: Path) -> None:
+    generator = Generator(
+        model=str(model), samples=2, slots=3, greedy_baseline=True, sampling=Sampling(max_new_tokens=4)
+    )
+    asked = prompts("12+3=", "7")
+    held_out = asked[1].model_copy(update={"split": "eval"})
+    with running(model) as published:
+        groups = {g.prompt.id: g for g in kept(await collect(generator, [asked[0], held_out], published))}
+    assert [r.greedy for r in groups["p0"].rollouts] == [False, False, True]
+    assert [r.greedy for r in groups["p1"].rollouts] == [False, False]
+    greedy, policy = groups["p0"].rollouts[2], load_policy(model)[0]
+    with torch.no_grad():
+        likeliest = (
+            policy(input_ids=torch.from_numpy(greedy.tokens.astype(np.int64))[None]).logits[0].argmax(-1)
+        )
+    assert likeliest[:-1].numpy()[greedy.mask[1:]].tolist() == greedy.tokens[greedy.mask].tolist()

@@ -30,7 +30,9 @@ from arriero.pipelines.grpo import GRPOConfig, grpo
 from arriero.pipelines.gspo import GSPOConfig, gspo
 from arriero.pipelines.ppo import PPOConfig, ppo
 from arriero.pipelines.reinforce_pp import ReinforcePPConfig, reinforce_pp
+from arriero.pipelines.remax import ReMaxConfig, remax
 from arriero.pipelines.rloo import RLOOConfig, rloo
+from arriero.pipelines.vmpo import VMPOConfig, vmpo
 from tests.inline_runs import peaked_model, policy_gradient_fields, steps_of
 
 torch.set_num_threads(1)
@@ -46,7 +48,9 @@ PIPELINES: dict[str, Pipeline] = {
     "grpo": (grpo, GRPOConfig, {}),
     "gspo": (gspo, GSPOConfig, {}),
     "reinforce_pp": (reinforce_pp, ReinforcePPConfig, {}),
+    "remax": (remax, ReMaxConfig, {"slots": 72, "steps": 24}),
     "rloo": (rloo, RLOOConfig, {}),
+    "vmpo": (vmpo, VMPOConfig, {}),
     "distill": (distill, DistillConfig, {}),
     "ppo": (ppo, PPOConfig, {}),
 }
@@ -73,7 +77,7 @@ def test_a_pipeline_learns_what_a_random_model_does_by_chance(name: str, tmp_pat
     steps = steps_of(graph(name, tmp_path), tmp_path / "run")
     # Chance is 1/32. DAPO's reward has the penalty on it: up to -1 for the five tokens that are allowed.
     penalty = -1.0 if name == "dapo" else 0.0
-    assert len(steps) == 12
+    assert len(steps) == config(name, tmp_path).steps
     assert penalty - 0.01 < steps[0]["reward"] < penalty + 0.15
     assert steps[-1]["reward"] > penalty + 0.5
     assert steps[-1]["entropy"] < steps[0]["entropy"]

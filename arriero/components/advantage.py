@@ -10,10 +10,17 @@ from dataclasses import field
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
-from pydantic import ConfigDict, PositiveInt
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.advantages import Baseline, group_advantage, is_constant, whitened_tokens
+from arriero.components.advantages import (
+    Baseline,
+    best_weights,
+    group_advantage,
+    is_constant,
+    remax_advantage,
+    whitened_tokens,
+)
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.runtime.context import admission_order, count
 from arriero.engine.stream import Stream
@@ -30,17 +37,35 @@ class HasSamples(Protocol):
     def samples(self) -> int: ...
 
 
+@runtime_checkable
+class HasGreedy(Protocol):
+    """A component that may add a greedy rollout to those of a prompt."""
+
+    greedy_baseline: bool
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class BestSamples:
+    """Imitate the `fraction` best samples of a batch, with weights `eps` nats from equal ones (V-MPO)."""
+
+    eps: PositiveFloat = 0.1
+    fraction: float = Field(default=0.5, gt=0, le=1)
+
+
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class GroupAdvantage:
     """Batches of `groups` scored groups, one sample per rollout, its advantage on every sampled token.
 
     Rollouts without a verdict (error, timeout) count neither in the baseline nor in the batch; a group that
-    is then too small for its baseline is dropped as invalid. Held-out groups are dropped as filtered.
+    is then too small for its baseline is dropped as invalid. Held-out groups are dropped as filtered. The
+    baseline `greedy` is the reward of the group's greedy rollout (ReMax, arXiv:2310.10505), which is never in
+    the batch itself.
 
     filter_constant drops groups whose raw rewards, before penalties and shaping, are all equal: dynamic
     sampling (DAPO, arXiv:2503.14476, section 3.2). truncated: a response that ended at the limit of tokens is
     trained on, or has part in the `baseline_only` (DAPO's overlong filter, section 3.4). whiten: advantages
-    of a batch have mean 0 and variance 1 over its tokens (REINFORCE++, arXiv:2501.03262).
+    of a batch have mean 0 and variance 1 over its tokens (REINFORCE++, arXiv:2501.03262). best: the advantage
+    of a sample becomes `best_weights` of those of its batch times their number, so 1 on average.
 
     In a deterministic run a batch holds the groups with the smallest admission numbers that weren't dropped,
     in that order, whatever the order of arrival. A missing number may still come, or was dropped elsewhere;
@@ -50,9 +75,10 @@ class GroupAdvantage:
     """
 
     groups: PositiveInt
-    baseline: Baseline = "leave_one_out"
+    baseline: Baseline | Literal["greedy"] = "leave_one_out"
     std: bool = False
     whiten: bool = False
+    best: BestSamples | None = None
     filter_constant: bool = False
     truncated: Literal["train", "baseline_only"] = "train"
     drop_last: bool = False  # the part of a batch at the end of the stream
@@ -64,6 +90,21 @@ class GroupAdvantage:
         for source in view.upstream(HasSamples):  # type: ignore[type-abstract]  # an instance check needs no class
             if why := self._too_small(source.samples):
                 yield f"baseline={self.baseline}, std={self.std} with samples={source.samples}: {why}"
+
+        if self.whiten and self.best:
+            yield "whiten=True and best are two scales for one batch; leave one of them out"
+        yield from self._about_greedy(view)
+
+    def _about_greedy(self, view: GraphView) -> Iterable[str]:
+        """Greedy rollouts without a use, or a use without them."""
+        wanted = self.baseline == "greedy"
+        made = [s.greedy_baseline for s in view.upstream(HasGreedy)]  # type: ignore[type-abstract]  # as above
+        if wanted and not any(made):
+            yield "baseline=greedy needs a greedy rollout of each prompt; set greedy_baseline of Generator"
+        if wanted and self.std:
+            yield "baseline=greedy doesn't read std=True: there is no deviation in it; leave std out"
+        if any(made) and not wanted:
+            yield f"greedy_baseline of the generator isn't read by baseline={self.baseline}; set it to greedy"
 
     async def run(self, scored: Stream[ScoredGroup]) -> AsyncIterator[Batch | Dropped]:
         bound = admission_order()
@@ -77,10 +118,10 @@ class GroupAdvantage:
             else:
                 waiting.add(_origin(record), _Ready(id=record.id, samples=ready))
             while groups := waiting.next(ordered=ordered):
-                yield _batch(groups, whiten=self.whiten)
+                yield self._batch(groups)
         for groups in waiting.rest(ordered=ordered):
             if len(groups) == self.groups or not self.drop_last:
-                yield _batch(groups, whiten=self.whiten)
+                yield self._batch(groups)
             else:
                 for group in groups:
                     yield Dropped(
@@ -89,45 +130,40 @@ class GroupAdvantage:
                         detail=f"last {len(groups)} of {self.groups} groups",
                     )
 
+    def _batch(self, groups: list[_Ready]) -> Batch:
+        samples = tuple(s for g in groups for s in g.samples)
+        if self.whiten and sum(int(s.mask.sum()) for s in samples) > 1:
+            samples = _whitened(samples)
+        if self.best:
+            samples = _weighed(samples, self.best)
+        origins = tuple(sorted({s.origin for s in samples if s.origin >= 0}))
+        return Batch(parents=tuple(g.id for g in groups), origins=origins, samples=samples)
+
     def _samples(self, record: ScoredGroup) -> tuple[Sample, ...] | Dropped:
         if record.group.prompt.split == "eval":
             return Dropped(parent=record.id, reason="filtered", detail="held out: never trained on")
-        usable = [
-            (rollout, score)
-            for rollout, score in zip(record.group.rollouts, record.scores, strict=True)
-            if score.outcome in (Outcome.OK, Outcome.WRONG)
-        ]
-        first = ""
-        if left_out := len(record.scores) - len(usable):
-            count("rollouts_without_verdict", left_out)
-            kinds = Counter(
-                s.outcome.value for s in record.scores if s.outcome not in (Outcome.OK, Outcome.WRONG)
-            )
-            first = next(s.detail for s in record.scores if s.outcome not in (Outcome.OK, Outcome.WRONG))
-            log.warning(
-                "group %s: %d of %d rollouts left out: %s; the first: %s",
-                record.id,
-                left_out,
-                len(record.scores),
-                dict(kinds),
-                first,
-            )
+        usable, first = _with_verdict(record)
+        greedy = [score.value for rollout, score in usable if rollout.greedy]
+        usable = [(rollout, score) for rollout, score in usable if not rollout.greedy]
         if why := self._too_small(len(usable)):
-            told = f" (the first without one: {first})" if left_out and first else ""
+            told = f" (the first without one: {first})" if first else ""
             detail = f"{len(usable)} rollouts with a verdict{told}: {why}"
             return Dropped(parent=record.id, reason="invalid", detail=detail)
+        if self.baseline == "greedy" and not greedy:
+            return Dropped(parent=record.id, reason="invalid", detail="no greedy rollout with a verdict")
         raw = [score.value if score.raw is None else score.raw for _, score in usable]
         if self.filter_constant and is_constant(raw):
             right = sum(score.outcome is Outcome.OK for _, score in usable) / len(usable)
             return Dropped(
                 parent=record.id, reason="filtered", detail=f"all rewards are {raw[0]}", right_share=right
             )
-        advantages = group_advantage(
-            [score.value for _, score in usable],
-            baseline=self.baseline,
-            std=self.std,
-            lengths=[int(rollout.mask.sum()) for rollout, _ in usable],
-        )
+        rewards = [score.value for _, score in usable]
+        if self.baseline == "greedy":
+            # The reward comes with the last token, so all of it is still to come at every one.
+            advantages = np.concatenate([remax_advantage([reward], greedy[0]) for reward in rewards])
+        else:
+            lengths = [int(rollout.mask.sum()) for rollout, _ in usable]
+            advantages = group_advantage(rewards, baseline=self.baseline, std=self.std, lengths=lengths)
         samples = tuple(
             _sample(record, rollout, score, float(advantage))
             for (rollout, score), advantage in zip(usable, advantages, strict=True)
@@ -139,11 +175,32 @@ class GroupAdvantage:
 
     def _too_small(self, size: int) -> str:
         """Why a group of `size` rewards has no such advantage; empty if it has."""
+        if self.baseline == "greedy":
+            return "" if size else "nothing is left to train on"
         try:
             group_advantage(np.zeros(size), baseline=self.baseline, std=self.std, lengths=np.ones(size))
         except ValueError as error:
             return str(error)
         return ""
+
+
+def _with_verdict(record: ScoredGroup) -> tuple[list[tuple[Rollout, Score]], str]:
+    """Rollouts with the scores that are verdicts, and what the first other score says; others are counted."""
+    pairs = list(zip(record.group.rollouts, record.scores, strict=True))
+    usable = [pair for pair in pairs if pair[1].outcome in (Outcome.OK, Outcome.WRONG)]
+    others = [score for _, score in pairs if score.outcome not in (Outcome.OK, Outcome.WRONG)]
+    if not others:
+        return usable, ""
+    count("rollouts_without_verdict", len(others))
+    log.warning(
+        "group %s: %d of %d rollouts left out: %s; the first: %s",
+        record.id,
+        len(others),
+        len(pairs),
+        dict(Counter(score.outcome.value for score in others)),
+        others[0].detail,
+    )
+    return usable, others[0].detail
 
 
 def _sample(record: ScoredGroup, rollout: Rollout, score: Score, advantage: float) -> Sample:
@@ -173,12 +230,13 @@ class _Ready:
     samples: tuple[Sample, ...]
 
 
-def _batch(groups: list[_Ready], *, whiten: bool) -> Batch:
-    samples = tuple(s for g in groups for s in g.samples)
-    if whiten and sum(int(s.mask.sum()) for s in samples) > 1:
-        samples = _whitened(samples)
-    origins = tuple(sorted({s.origin for s in samples if s.origin >= 0}))
-    return Batch(parents=tuple(g.id for g in groups), origins=origins, samples=samples)
+def _weighed(samples: tuple[Sample, ...], best: BestSamples) -> tuple[Sample, ...]:
+    values = [float(s.advantages[s.mask][0]) for s in samples]
+    weights = len(samples) * best_weights(values, eps=best.eps, fraction=best.fraction)
+    return tuple(
+        s.model_copy(update={"advantages": np.where(s.mask, np.float32(weight), np.float32(0))})
+        for s, weight in zip(samples, weights, strict=True)
+    )
 
 
 def _whitened(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:

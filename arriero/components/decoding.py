@@ -198,7 +198,9 @@ class DecodeEngine:
         num_rows = len(self._running)
         rows_N, num_new_N = np.arange(num_rows), self._num_new[:num_rows]
         uniform_N = self._model.tensor(uniforms(self._seeds[:num_rows], self._lengths[:num_rows]))
-        drawn = torch.stack([each.double() for each in draw(logits_NV, uniform_N, self._sampling)])
+        greedy = [request.greedy for request in self._running]
+        greedy_N = self._model.tensor(np.array(greedy)) if any(greedy) else None
+        drawn = torch.stack([each.double() for each in draw(logits_NV, uniform_N, self._sampling, greedy_N)])
         token_N, logprob_N = drawn.cpu().numpy()  # the one transfer and wait of a step
         self._last[:num_rows] = token_N
         self._token_ids[rows_N, num_new_N] = token_N

@@ -45,7 +45,8 @@ class Generator:
     `engine` decodes; `vllm` is for the engine of that name only. `kv_cache`: whether running requests keep
     the keys and values of older weights or compute them again when new ones come. `precision`: of the
     engine's weights; the trainer's are cast to it as they arrive. `standby`: new weights arrive beside those
-    in use while decoding goes on, which takes their memory once more.
+    in use while decoding goes on, which takes their memory once more. `greedy_baseline`: a prompt that is
+    trained on gets one greedy rollout more, for `GroupAdvantage(baseline="greedy")`.
     """
 
     model: str
@@ -60,11 +61,17 @@ class Generator:
     kv_cache: KVCache = "keep"
     precision: EnginePrecision = "float32"
     standby: bool = False
+    greedy_baseline: bool = False
     stragglers: Stragglers = field(default_factory=Stragglers)
     computes: ClassVar[bool] = True
 
+    @property
+    def group_size(self) -> int:
+        """Rollouts of a prompt that is trained on, the greedy one included."""
+        return self.samples + self.greedy_baseline
+
     def want(self) -> int:
-        return max(1, self.slots // self.samples)
+        return max(1, self.slots // self.group_size)
 
     def puts_back(self) -> int:
         return self.stragglers.backlog(self.want())
@@ -84,10 +91,17 @@ class Generator:
                 )
             if self.standby:
                 yield "engine=vllm doesn't read standby; leave it out"
+            if self.greedy_baseline and self.sampling.temperature != 1.0:
+                yield (
+                    f"greedy_baseline with sampling.temperature={self.sampling.temperature}: vLLM gives "
+                    "greedy tokens the log-probabilities of temperature 1; set it to 1 or engine=transformers"
+                )
         elif self.vllm != VLLMOptions():
             yield f"engine={self.engine} doesn't read {self.vllm}; set engine=vllm or leave these out"
-        if self.slots < self.samples:
-            yield f"slots={self.slots} can't hold samples={self.samples}; use at least {self.samples}"
+        if self.slots < self.group_size:
+            greedy = " and a greedy one" if self.greedy_baseline else ""
+            held = f"samples={self.samples}{greedy}"
+            yield f"slots={self.slots} can't hold {held}; use at least {self.group_size}"
         most = context_length(self.model)
         if self.context and most and self.context > most:
             yield f"context={self.context}, but the model was made for {most} tokens; use at most {most}"

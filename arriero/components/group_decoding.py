@@ -134,7 +134,7 @@ class GroupDecoding:
         group = self._open[prompt.id] = _Group(came=came, token_ids=ids)
         group.back = {n: r for n, r in enumerate(came.responses) if r.finish is not None}
         self._engine.add([
-            self._request(group, n) for n in range(self._config.samples) if n not in group.back
+            self._request(group, n) for n in range(self._size(prompt)) if n not in group.back
         ])  # fmt: skip
         return None
 
@@ -160,23 +160,29 @@ class GroupDecoding:
             seed=request_seed(self._context.seed, prompt.id, sample),
             max_new_tokens=limit,
             sampled=before.size,
+            greedy=sample >= self._config.samples,
         )
+
+    def _size(self, prompt: Prompt) -> int:
+        """How many rollouts `prompt` gets; the greedy one, if any, is the last."""
+        return self._config.samples if prompt.split == "eval" else self._config.group_size
 
     def step(self) -> list[RolloutGroup | Dropped | Continuation]:
         """One decoding step; the groups that it completed, that are to be put back, or that are too late."""
         out: list[RolloutGroup | Dropped | Continuation] = []
-        most, samples = self._config.sampling.max_new_tokens, self._config.samples
+        most = self._config.sampling.max_new_tokens
         for completion in self._engine.step():
             prompt, _, number = completion.key.rpartition("/")
             group, sample = self._open[prompt], int(number)
+            size = self._size(group.prompt)
             group.back[sample] = joined(begun(group.came, sample), completion, most)
-            if len(group.back) == samples:
+            if len(group.back) == size:
                 del self._open[prompt]
                 if all(response.finish for response in group.back.values()):
                     out.append(self._finished(group))
                 else:
                     came = group.came
-                    out.append(group.put_back(samples, timeouts=came.timeouts, spent_s=group.spent_s))
+                    out.append(group.put_back(size, timeouts=came.timeouts, spent_s=group.spent_s))
         return out + self._timed_out()
 
     def _timed_out(self) -> list[RolloutGroup | Dropped | Continuation]:
@@ -189,21 +195,21 @@ class GroupDecoding:
         policy, timeouts = self._config.stragglers, group.came.timeouts
         if policy.on_timeout == "resubmit" and timeouts < policy.resubmissions:
             self._context.count("resubmitted_groups", 1)
-            return group.put_back(self._config.samples, timeouts=timeouts + 1, spent_s=0.0)
+            return group.put_back(self._size(group.prompt), timeouts=timeouts + 1, spent_s=0.0)
         done = sum(response.finish is not None for response in group.back.values())
-        detail = f"{done} of {self._config.samples} rollouts after {self._config.group_timeout_s:.0f} s"
+        detail = f"{done} of {self._size(group.prompt)} rollouts after {self._config.group_timeout_s:.0f} s"
         if timeouts:
             detail += f", resubmitted {timeouts} times"
         return Dropped(parent=group.prompt.id, reason="group_timeout", detail=detail)
 
     def _cancel(self, group: _Group) -> None:
         del self._open[group.prompt.id]
-        for n in range(self._config.samples):
+        for n in range(self._size(group.prompt)):
             self._engine.cancel(f"{group.prompt.id}/{n}")
 
     def _finished(self, group: _Group) -> RolloutGroup | Dropped:
         done = [(n, r) for n, r in sorted(group.back.items()) if r.finish != "error" and r.tokens.size]
-        if invalid := self._config.samples - len(done):
+        if invalid := self._size(group.prompt) - len(done):
             self._context.count("invalid_rollouts", invalid)
         if not done:
             detail = "no rollout has finite log-probabilities"
@@ -237,6 +243,7 @@ class GroupDecoding:
             finish="stop" if response.finish == "stop" else "length",
             temperature=self._config.sampling.temperature,
             seed=request_seed(self._context.seed, group.prompt.id, sample),
+            greedy=sample >= self._config.samples,
         )
 
     def close(self) -> None:

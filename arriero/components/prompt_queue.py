@@ -26,7 +26,7 @@ class PromptQueue:
         self, config: Generator, prompts: Stream[Prompt], backlog: Backlog, *, in_tail: bool
     ) -> None:
         self._prompts, self._backlog, self._in_tail = prompts, backlog, in_tail
-        self._policy, self._samples = config.stragglers, config.samples
+        self._policy, self._samples = config.stragglers, config.group_size
         self._ahead = config.want() if config.stragglers.longest_first else 1
         self._taken: deque[Prompt | Continuation] = deque()
 

@@ -68,7 +68,7 @@ class RecordedRollouts(RowSource):
 
 
 def write_recorded(path: Path, groups: Iterable[ScoredGroup]) -> None:
-    """Write `groups` as `RecordedRollouts` reads them; rollouts without a verdict are left out."""
+    """Write `groups` as `RecordedRollouts` reads them, without greedy rollouts and what has no verdict."""
     with path.open("w", encoding="utf-8") as file:
         for scored in groups:
             file.write(_recorded(scored).model_dump_json() + "\n")
@@ -78,7 +78,7 @@ def _recorded(scored: ScoredGroup) -> RecordedGroup:
     pairs = [
         (rollout, score)
         for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)
-        if score.outcome in (Outcome.OK, Outcome.WRONG)
+        if score.outcome in (Outcome.OK, Outcome.WRONG) and not rollout.greedy
     ]
     first = scored.group.rollouts[0]
     head = int(np.flatnonzero(first.mask)[0]) if first.mask.any() else len(first.mask)

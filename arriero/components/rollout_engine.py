@@ -46,7 +46,7 @@ class Request:
     """One response to sample. Those added together with an equal prompt share the work on it.
 
     To go on with a response, its tokens stand at the end of `prompt_ids`; `sampled` says how many they are,
-    for a stop string may begin in them.
+    for a stop string may begin in them. `greedy`: as in `Sampling`, for this request alone.
     """
 
     key: str
@@ -54,6 +54,7 @@ class Request:
     seed: int  # in [0, 2**64)
     max_new_tokens: int | None = None  # None: as in the engine's `Sampling`; at most that
     sampled: int = 0
+    greedy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -85,9 +85,11 @@ def nucleus(logp_BV: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(logp_BV, dtype=torch.bool).scatter_(-1, order_BV, before_BV < top_p)
 
 
-def draw(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def draw(
+    logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling, greedy_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Token ids [B] (int64) and their log-probabilities [B] (nats, float32) by inversion of the cumulative
-    sum.
+    sum; where `greedy_B` [B] (bool) is true, the likeliest token instead.
 
     A row whose distribution is not finite has a NaN log-probability, and its token id means nothing.
     """
@@ -101,6 +103,8 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tens
         # The first token whose cumulative sum lies above the target: never one of probability zero.
         token_B1 = torch.searchsorted(cdf_BV, uniform_B[:, None] * cdf_BV[:, -1:], right=True)
         token_B1.clamp_(max=cdf_BV.shape[-1] - 1)  # a NaN row has no such token
+        if greedy_B is not None:
+            token_B1 = logp_BV.argmax(dim=-1, keepdim=True).where(greedy_B[:, None], token_B1)
     return token_B1[:, 0], logp_BV.gather(-1, token_B1)[:, 0]
 
 

@@ -128,12 +128,13 @@ class VLLMEngine:
 
     def _submit(self, request: Request) -> None:
         sampling = self._config.sampling
+        greedy = sampling.greedy or request.greedy
         prompt = self._inputs.tokens_input(
             np.asarray(request.prompt_ids).tolist(), cache_salt=str(self.version)
         )
         params = self._sampling.SamplingParams(
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            top_p=1.0 if sampling.greedy else sampling.top_p,
+            temperature=0.0 if greedy else sampling.temperature,
+            top_p=1.0 if greedy else sampling.top_p,
             max_tokens=request.max_new_tokens or sampling.max_new_tokens,
             stop=list(sampling.stop),
             include_stop_str_in_output=True,

@@ -90,7 +90,8 @@ class Rollout(Message):
 
     tokens [L] int32; mask [L]: true where the policy sampled the token; logprobs [L] float32: nats, of the
     distribution really sampled from (temperature included), NaN off the mask; versions [L] int32: the weights
-    that sampled the token, -1 off the mask.
+    that sampled the token, -1 off the mask. `greedy`: it took the likeliest token everywhere, as a baseline
+    for the others, and is never trained on.
     """
 
     tokens: Int32Array
@@ -101,6 +102,7 @@ class Rollout(Message):
     finish: Finish
     temperature: PositiveFloat = 1.0
     seed: NonNegativeInt = 0
+    greedy: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

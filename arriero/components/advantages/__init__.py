@@ -4,6 +4,7 @@ Where published implementations differ, an option is named after what it does; `
 does which.
 """
 
+from arriero.components.advantages.best import best_weights
 from arriero.components.advantages.group import (
     Baseline,
     group_advantage,
@@ -28,6 +29,7 @@ __all__ = [
     "Beyond",
     "UtteranceTD",
     "VTrace",
+    "best_weights",
     "gae",
     "group_advantage",
     "is_constant",

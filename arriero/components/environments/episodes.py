@@ -68,6 +68,8 @@ class Episodes:
         yield from self.environment.problems()
         if self.generator.stragglers != Stragglers():
             yield f"{self.generator.stragglers}: an episode isn't cut into segments; leave these out"
+        if self.generator.greedy_baseline:
+            yield "generator.greedy_baseline=true: no episode is played greedily; leave it out"
         if "{text}" not in self.observation:
             yield f"observation={self.observation!r} has no {{text}}; put it where the text belongs"
         if self.tokens is not None and self.tokens <= self.sampling.max_new_tokens:
