@@ -1,5 +1,8 @@
 """A whole launched run, two processes of one trainer over gloo: split over them, and with adapters."""
 
+# pyright: reportUnknownVariableType=false
+# safetensors annotates only a part of what is called here.
+
 from __future__ import annotations
 
 import json
