@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arriero.components.advantage import GroupAdvantage
+from arriero.components.advantage import BestSamples, GroupAdvantage
 from arriero.components.overlong import OverlongPenalty
 from arriero.engine.graph import Graph, Rates
 from arriero.engine.stream import Stream
@@ -332,3 +332,29 @@ async def test_a_group_without_a_greedy_verdict_or_without_another_is_dropped(
     (record,) = dropped(await run(component, with_greedy(scored(0, *scores))))
     assert record.reason == "invalid"
     assert said in record.detail
+
+
+class Likeliest:
+    samples = 2
+    greedy_baseline = True
+
+
+def test_a_greedy_baseline_and_greedy_rollouts_need_each_other() -> None:
+    def problems(component: GroupAdvantage, *upstream: object) -> str:
+        return "\n".join(component.problems(Alone(*upstream)))
+
+    greedy = GroupAdvantage(groups=2, baseline="greedy")
+    assert problems(greedy, Likeliest()) == ""
+    assert "set greedy_baseline of Generator" in problems(greedy, Four())
+    assert "isn't read by baseline=mean" in problems(GroupAdvantage(groups=2, baseline="mean"), Likeliest())
+    deviation = GroupAdvantage(groups=2, baseline="greedy", std=True)
+    assert "leave std out" in problems(deviation, Likeliest())
+    both = GroupAdvantage(groups=2, whiten=True, best=BestSamples())
+    assert "leave one of them out" in problems(both, Four())
+
+
+async def test_the_better_half_of_a_batch_is_imitated() -> None:
+    component = GroupAdvantage(groups=2, baseline="none", best=BestSamples(eps=9.0))
+    (batch,) = kept(await run(component, scored(0, 1, 0), scored(1, 3, 2)))
+    # Of four samples the one with reward 3 takes everything, and the mean weight is 1.
+    assert [float(s.advantages.max()) for s in batch.samples] == [0, 0, 4, 0]

@@ -19,7 +19,9 @@ Everything is computed in float64 on a small random batch that is the same every
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,7 +68,9 @@ def check_laws(loss: Loss) -> list[Violation]:
             found.extend(law(loss))
         except Exception as error:  # noqa: BLE001  # a user's loss may raise anything; that is the finding
             name = law.__name__.strip("_").replace("_", "-")
-            found.append(Violation(law=name, input="a batch of this law", difference=f"raised {error!r}"))
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            difference = f"raised {error!r} in {Path(at.filename).name}, line {at.lineno}"
+            found.append(Violation(law=name, input="a batch of this law", difference=difference))
     return found
 
 
