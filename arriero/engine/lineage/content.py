@@ -130,12 +130,17 @@ def pieces(lengths: Iterable[int]) -> list[slice]:
     return found
 
 
+def _of_tokens(arrays: Columns, piece: slice) -> dict[str, Any]:
+    """The fields of a rollout with one value per token; `Any`, since its other fields have other types."""
+    return {name: arrays[name][piece] for name in TOKENS}
+
+
 def group_of(entry: GroupEntry, arrays: Columns, text: bytes) -> ScoredGroup | RolloutGroup:
     """The record that `entry` was made from."""
     said = json.loads(text)
     rollouts = tuple(
         Rollout(
-            **{name: arrays[name][piece] for name in TOKENS},
+            **_of_tokens(arrays, piece),
             text=said["responses"][k],
             finish=entry.finishes[k],
             temperature=entry.temperatures[k],
