@@ -38,7 +38,7 @@ def table(lineage: Lineage, name: str) -> pa.Table:
     arrays: list[Any] = [
         pa.array(v, type=types[kind]) for v, kind in zip(values, columns.values(), strict=True)
     ]
-    return pa.table(dict(zip(columns, arrays, strict=True)))
+    return pa.Table.from_arrays(arrays, names=list(columns))
 
 
 def sql(lineage: Lineage, query: str) -> pa.Table:
