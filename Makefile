@@ -59,7 +59,7 @@ test: $(STAMP)
 	$(BIN)/pytest -m "not slow"
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
