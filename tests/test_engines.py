@@ -333,7 +333,7 @@ def test_memory_is_flat_over_two_hundred_weight_updates(engine: EngineName, tmp_
         r.engine.add(requests(5))
         used: list[int] = []
         for n in range(200):
-            r.take(versions[n % 2])
+            r.take(versions[(n + 1) % 2])
             r.steps(1)
             if r.engine.idle:
                 r.engine.add(requests(5))
