@@ -13,7 +13,7 @@ UNFIT := torchvision torchaudio torchcodec triton
 NIXL := nixl-cu12>=1.5
 # What is checked: named here too, since mypy refuses a folder that does not exist.
 SOURCES := $(wildcard arriero tests benchmarks)
-EXTRAS := .[dev,lora,reasoning-gym,verifiers]
+EXTRAS := .[dev,kubernetes,lora,reasoning-gym,verifiers]
 HAS_GPU = { command -v nvidia-smi >/dev/null || test -e /dev/nvidia0; }
 HAS_TORCH = -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
 # Threads of small tensor operations disturb each other when tests start many processes.

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from arriero.engine.broker import BrokerError
+from arriero.engine.certificates import address, make_certificate
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import find_server, start_server
 
@@ -118,3 +119,20 @@ def test_a_server_that_cannot_start_says_why(folder: Path) -> None:
 def test_a_token_that_does_not_fit_a_configuration_is_refused(folder: Path) -> None:
     with pytest.raises(BrokerError, match="at least 8 letters"):
         start_server(folder, token='a" }')
+
+
+async def test_a_public_server_is_trusted_by_its_own_certificate_alone(folder: Path) -> None:
+    server = start_server(folder, public="localhost")
+    try:
+        assert server.url.startswith(f"tls://localhost:{server.port}?ca=")
+        broker = await NatsBroker.connect(server.url, server.token, run="r")
+        await broker.declare([], ["log"])
+        assert await broker.append("log", "1", b"hi")
+        await broker.close()
+        other = folder / "other"
+        other.mkdir()
+        wrong = address("localhost", server.port, make_certificate(other))
+        with pytest.raises(BrokerError, match="certificate verify failed"):
+            await NatsBroker.connect(wrong, server.token, run="r", timeout_s=1)
+    finally:
+        server.stop()

@@ -20,6 +20,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from arriero.engine.broker import BrokerError
+from arriero.engine.certificates import trusting
 
 _log = logging.getLogger(__name__)
 _FORGOTTEN_S = 1.0
@@ -129,8 +130,9 @@ class Link:
     async def _connect(self, url: str, token: str, name: str) -> None:
         client = cast(Client, self._client)
         await client.connect(
-            url,
+            url.partition("?")[0],
             token=token or None,
+            tls=trusting(url),
             name=name,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnect,

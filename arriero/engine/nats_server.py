@@ -17,11 +17,12 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from arriero.engine.broker import BrokerError
+from arriero.engine.certificates import CERTIFICATE, KEY, address, make_certificate
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_PAYLOAD_BYTES = 8 << 20
@@ -29,7 +30,10 @@ MAX_PAYLOAD_BYTES = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class NatsServer:
-    """A server of ours: `url` has no secret in it, `token` opens it."""
+    """A server of ours: `url` has no secret in it, `token` opens it.
+
+    With TLS the URL names the certificate that the server shows: `tls://host:port?ca=FILE`.
+    """
 
     url: str
     token: str = field(repr=False)
@@ -38,7 +42,7 @@ class NatsServer:
 
     @property
     def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
+        return int(self.url.partition("?")[0].rpartition(":")[2])
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Shut down in order, then by force after `timeout_s`. Idempotent; the store stays."""
@@ -77,11 +81,15 @@ def start_server(
     port: int = 0,
     token: str = "",
     monitor_port: int | None = None,
+    public: str = "",
+    peers: Sequence[str] = (),
     timeout_s: float = 10.0,
 ) -> NatsServer:
     """Start a server that keeps its store, configuration and log in `folder`; returns when it listens.
 
-    `port` 0 takes a free one, `token` "" makes one up. A server started again with the same folder, port and
+    `port` 0 takes a free one, `token` "" makes one up. With `public`, the name by which other hosts reach
+    this one, it listens on every address, with TLS. `peers` are the cluster addresses (host:port, its own
+    first) of the servers that it replicates with. A server started again with the same folder, port and
     token goes on with what it had. It dies with the calling *thread* (Linux), so call from one that lives
     as long as the run. Raises BrokerError naming port or log if it doesn't come up within `timeout_s`.
     """
@@ -93,7 +101,13 @@ def start_server(
     config = folder / "nats-server.conf"
     for stale in folder.glob("*.ports"):  # a killed server leaves its file behind
         stale.unlink()
-    _write_private(config, _config(folder, log, host, port, token, monitor_port))
+    host = "0.0.0.0" if public else host
+    text = _config(folder, log, host, port, token, monitor_port)
+    if public:
+        certificate = make_certificate(folder)
+        key = certificate.with_name(KEY)
+        text += f"tls {{ cert_file: {json.dumps(str(certificate))}, key_file: {json.dumps(str(key))} }}\n"
+    _write_private(config, text + _cluster(peers, token))
     said = log.stat().st_size if log.exists() else 0
     process = subprocess.Popen(
         [str(find_server()), "-c", str(config)],
@@ -113,6 +127,8 @@ def start_server(
         process.kill()
         process.wait()
         raise BrokerError(_why_not(log, said, host, port))
+    if public:
+        url = address(public, int(url.rpartition(":")[2]), folder / CERTIFICATE)
     return NatsServer(url=url, token=token, log=log, process=process)
 
 
@@ -129,6 +145,21 @@ ping_max: 2
 write_deadline: "10s"
 ports_file_dir: {json.dumps(str(folder))}
 log_file: {json.dumps(str(log))}
+"""
+
+
+def _cluster(peers: Sequence[str], token: str) -> str:
+    if not peers:
+        return ""
+    routes = ", ".join(json.dumps(f"nats-route://arriero:{token}@{peer}") for peer in peers[1:])
+    return f"""\
+server_name: {json.dumps(peers[0])}
+cluster {{
+  name: arriero
+  listen: {json.dumps(peers[0])}
+  authorization {{ user: arriero, password: {json.dumps(token)} }}
+  routes: [{routes}]
+}}
 """
 
 
