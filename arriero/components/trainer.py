@@ -102,7 +102,7 @@ class Trainer:
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
         context = current()
         with ComputeThread("trainer") as compute:
-            state = await compute(self._load, context.ranks)
+            state = await compute(self._load, context.ranks, bool(context.loop))
             publish = await compute(Publisher, state, self.weights, context)
             yield await compute(publish, 0, {})
             async for batch in batches:
@@ -116,7 +116,7 @@ class Trainer:
                 await compute(state.save, context.run_dir / "model")
             await compute(publish.close)
 
-    def _load(self, ranks: int) -> TrainState:
+    def _load(self, ranks: int, followed: bool) -> TrainState:
         import torch.distributed as dist
 
         from arriero.components.training import TrainState, load_policy
@@ -130,5 +130,6 @@ class Trainer:
             minibatches=self.minibatches, epochs=self.epochs, options=self.training,
             # Not whether there is a world: an engine in this process may have made one of its own.
             group=dist.group.WORLD if ranks > 1 else None,
-            mismatch_bound=self.mismatch.token_bound,
+            # Where nobody samples with these weights, version 0 of a token is that of another run.
+            mismatch_bound=self.mismatch.token_bound if followed else None,
         )  # fmt: skip

@@ -53,7 +53,8 @@ class TrainState:
     A step takes an update on each of `minibatches` equal parts of the batch, `epochs` times; by default one
     update on the whole. With a process `group` every rank calls `step` with the same batch, trains its share
     of it and ends with the same weights, or with its part of them (`options.shards`). Parameters are
-    float32; `options` say what the forward pass computes in, and all else that a step costs.
+    float32; `options` say what the forward pass computes in, and all else that a step costs. `mismatch_bound`
+    is that of `Measures`; None if no sample comes from these weights, whatever version it names.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class TrainState:
         epochs: int = 1,
         options: TrainingOptions = _DEFAULTS,
         group: dist.ProcessGroup | None = None,
-        mismatch_bound: float = 0.5,
+        mismatch_bound: float | None = 0.5,
     ) -> None:
         half = sorted({str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4})
         if half:
@@ -212,8 +213,9 @@ class TrainState:
         self, micros: Sequence[MicroBatch], *, off_policy: bool, digest: int, first: bool
     ) -> dict[str, float]:
         """One optimizer update on all `micros` of all ranks, and its measures."""
-        fresh = self.version if first else None
-        measures = Measures(self.model.device, off_policy=off_policy, fresh=fresh, bound=self._mismatch_bound)
+        bound = self._mismatch_bound
+        fresh = self.version if first and bound is not None else None
+        measures = Measures(self.model.device, off_policy=off_policy, fresh=fresh, bound=bound or 0.0)
         self._descent.clear()
         for micro in micros:
             logprobs_T, entropy_T = self.logprobs(micro)
