@@ -24,7 +24,8 @@ from arriero.launchers.rundir import RunDir, create, write_json
 from arriero.schemas.run import RunOptions
 from tests.toys import ToyGenerator, ToyTrainer, toy_graph
 
-DATA = {"offline": RecordedRollouts(path="not-read")}
+FROM_RUNS = ("offline", "imitate", "dpo_recorded", "distill_recorded")
+DATA = {name: RecordedRollouts(path="not-read") for name in FROM_RUNS}
 AIPO = ["aipo", "--model", "llama-3.1-8b", "--gpus", "8", "--sampling.max-new-tokens", "1024"]
 
 

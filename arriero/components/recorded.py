@@ -1,9 +1,12 @@
-"""Recorded rollouts as data: groups that were sampled and scored at another time, by any policy."""
+"""Recorded rollouts as data: groups that were sampled and scored at another time, by any policy.
+
+They come from the record of a run, or from a file that anything may have written.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +23,10 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from arriero.components.formats import Row
+from arriero.components.recorded_runs import RecordedRun, names_a_run
 from arriero.components.row_source import RowSource
 from arriero.engine.errors import UserError
+from arriero.engine.graph import GraphView
 from arriero.schemas.messages import Outcome, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 
@@ -57,14 +62,31 @@ class RecordedGroup(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class RecordedRollouts(RowSource):
-    """Scored groups from JSONL, one `RecordedGroup` a line, as `RowSource` reads it. A string is a path.
+    """Scored groups of a run, or from JSONL, one `RecordedGroup` a line. A string is a path.
 
-    Token ids are taken as they are: the model must have the tokenizer that made them.
+    `path` is the directory of a recorded run, the URL of its record, or a file as `RowSource` reads it. Of a
+    run `stream` is how many of its steps are shuffled together. Token ids are taken as they are: the model
+    must have the tokenizer that made them. The lineage of what is made of them names them.
     """
 
+    def problems(self, view: GraphView) -> Iterable[str]:
+        if not names_a_run(self.path):
+            yield from super().problems(view)
+        elif "://" not in self.path and not Path(self.path).is_dir():
+            yield f"{self.path}: no such run; give the directory of a recorded run, or a file of data"
+
     async def run(self) -> AsyncIterator[ScoredGroup]:
-        async for epoch, row, group in self.rows(_scored):
-            yield group.model_copy(update={"id": f"e{epoch}-r{row}"})
+        async for epoch, row, group in self._groups():
+            name = f"e{epoch}-r{row}"
+            prompt = group.group.prompt.model_copy(update={"id": name, "epoch": epoch, "row": row})
+            inner = group.group.model_copy(update={"id": name, "prompt": prompt})
+            yield group.model_copy(update={"id": name, "group": inner})
+
+    def _groups(self) -> AsyncGenerator[tuple[int, int, ScoredGroup], None]:
+        if not names_a_run(self.path):
+            return self.rows(_scored)
+        run = RecordedRun(self.path, by_step=bool(self.stream))
+        return self.rows(run.group, run)
 
 
 def write_recorded(path: Path, groups: Iterable[ScoredGroup]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from arriero.components.blocks import Whole
+from arriero.components.blocks import Blocks, Whole
 from arriero.components.datasets import open_blocks, path_problem
 from arriero.components.formats import Row
 from arriero.components.gym_rows import GYM
@@ -48,13 +48,15 @@ class RowSource:
         elif problem := path_problem(self.path):
             yield problem
 
-    async def rows(self, read: Callable[[Row], T | None]) -> AsyncGenerator[tuple[int, int, T], None]:
-        """Epoch, number and what `read` makes of each row.
+    async def rows(
+        self, read: Callable[[Row], T | None], blocks: Blocks | None = None
+    ) -> AsyncGenerator[tuple[int, int, T], None]:
+        """Epoch, number and what `read` makes of each row of the file, or of `blocks`.
 
         It raises UserError for a faulty row: in memory all are read before the first is given. A row of which
         it makes None is left out and counted.
         """
-        blocks = open_blocks(self.path, in_memory=not self.stream)
+        blocks = blocks or open_blocks(self.path, in_memory=not self.stream)
         stop = min(sum(blocks.sizes), self.limit or sum(blocks.sizes))
         made = [read(row) for row in blocks.read(0)[:stop]] if isinstance(blocks, Whole) else []
         for epoch in numbers() if self.epochs is None else range(self.epochs):

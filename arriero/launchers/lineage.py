@@ -14,6 +14,8 @@ from arriero.engine.errors import UserError
 from arriero.engine.lineage.chain import ChainError
 from arriero.engine.lineage.queries import Answer, PromptRow, Questions, RolloutRow, StepRow
 from arriero.engine.lineage.reader import Lineage
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.manifest import Ancestor
 from arriero.schemas.messages import Outcome, ScoredGroup
 
 USAGE = """\
@@ -42,7 +44,7 @@ def lineage(args: Sequence[str], show: Callable[[str], int]) -> int:
     if len(asked) > 1:
         raise UserError(f"one question at a time, not --{' and --'.join(asked)}")
     if not asked:
-        return show(_overview(record))
+        return show(_overview(record, ancestors(place)))
     if asked == ["sql"]:
         return show(_sql(record, given["sql"], as_json="json" in given))
     if asked == ["export"]:
@@ -100,7 +102,13 @@ def _number(name: str, value: str) -> int:
         raise UserError(f"--{name} takes a number, not {value!r}") from None
 
 
-def _overview(record: Lineage) -> str:
+def ancestors(place: str) -> tuple[Ancestor, ...]:
+    """The runs that the run at `place` was made from; none where there is no manifest beside the record."""
+    run = RunDir(Path(place))
+    return run.read_manifest().ancestors if run.manifest.exists() else ()
+
+
+def _overview(record: Lineage, made_from: Sequence[Ancestor]) -> str:
     closed = (
         f"closed, {record.closed.state}" if record.closed else "not closed: the run goes on, or was killed"
     )
@@ -114,6 +122,7 @@ def _overview(record: Lineage) -> str:
             f"  rollouts  {rollouts} in {len(record.groups)} groups",
             f"  prompts   {len(record.admitted)} admitted, {len(record.dropped)} drops",
             f"  held out  {len(record.evaluated)} evaluated",
+            *(f"  made from {a.took} of {a.run_id} in {a.run_dir} ({a.option})" for a in made_from),
         ]
     )
 

@@ -11,11 +11,12 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from pydantic import JsonValue, TypeAdapter
 
 import arriero
+from arriero.engine.lineage.chain import head_of
 from arriero.launchers.catalog import Pipeline
 from arriero.launchers.inputs import input_files, package_sha256
 from arriero.schemas.graph import GraphSpec
@@ -126,7 +127,7 @@ def _mask_json(word: str) -> str:
 
 
 def ancestors(config: JsonValue, option: str = "") -> Iterator[Ancestor]:
-    """The runs whose models a configuration names: directories `model` inside of a run directory."""
+    """The runs that a configuration names: their directories, or the directory `model` inside of one."""
     match config:
         case dict():
             for key, value in config.items():
@@ -134,23 +135,30 @@ def ancestors(config: JsonValue, option: str = "") -> Iterator[Ancestor]:
         case list():
             for number, value in enumerate(config):
                 yield from ancestors(value, f"{option}.{number}")
-        case str() if config and Path(config).name == "model":
+        case str() if config and "\n" not in config and "://" not in config:
             directory = Path(config).resolve()
-            if (manifest := directory.parent / "manifest.json").is_file() and directory.is_dir():
-                yield _ancestor(option, directory, RunManifest.model_validate_json(manifest.read_bytes()))
+            if directory.name == "model" and (directory.parent / "manifest.json").is_file():
+                yield _ancestor(option, directory.parent, "model", _model_sha256(directory))
+            elif (directory / "manifest.json").is_file() and (directory / "lineage").is_dir():
+                yield _ancestor(option, directory, "record", head_of(str(directory / "lineage")))
         case _:
             pass
 
 
-def _ancestor(option: str, model: Path, made: RunManifest) -> Ancestor:
+def _ancestor(option: str, run: Path, took: Literal["model", "record"], sha256: str) -> Ancestor:
+    made = RunManifest.model_validate_json((run / "manifest.json").read_bytes())
+    return Ancestor(
+        option=option, run_id=made.run_id, run_dir=str(run), pipeline=made.pipeline.function, sha256=sha256,
+        took=took,
+    )  # fmt: skip
+
+
+def _model_sha256(model: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(model.glob("*.safetensors")):
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
-    return Ancestor(
-        option=option, run_id=made.run_id, run_dir=str(model.parent), pipeline=made.pipeline.function,
-        sha256=digest.hexdigest(),
-    )  # fmt: skip
+    return digest.hexdigest()
 
 
 def revisions(folders: Iterable[Path]) -> tuple[CodeRevision, ...]:

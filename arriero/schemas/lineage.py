@@ -90,6 +90,7 @@ class GroupEntry(Message):
     parents: tuple[str, ...]
     origins: tuple[int, ...]
     chat_digest: str
+    recorded: str = ""
     prompt: PromptEntry
     lengths: tuple[NonNegativeInt, ...]
     sampled: tuple[NonNegativeInt, ...]

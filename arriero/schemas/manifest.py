@@ -38,13 +38,17 @@ class PipelineSource(Message):
 
 
 class Ancestor(Message):
-    """The run that made a model this one starts from: `option` names the dotted key of its directory."""
+    """A run that this one starts from or learns from: `option` is the dotted key that names what it left.
+
+    `sha256` is of its model's safetensors, file by file; if it is its record, the head of the chain.
+    """
 
     option: str
     run_id: str
     run_dir: str
     pipeline: str
-    sha256: str  # of the model's safetensors, file by file
+    sha256: str
+    took: Literal["model", "record"] = "model"
 
 
 class InputFile(Message):

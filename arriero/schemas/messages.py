@@ -122,11 +122,15 @@ class Rollout(Message):
 
 
 class RolloutGroup(Record):
-    """All rollouts of one prompt. `chat_digest` tells the chat template it was shown with; empty: none."""
+    """All rollouts of one prompt. `chat_digest` tells the chat template it was shown with; empty: none.
+
+    `recorded` names what it is when it was sampled in another run: `<run id>:<id of the group there>`.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...] = Field(min_length=1)
     chat_digest: str = ""
+    recorded: str = ""
 
     @property
     def oldest_version(self) -> int | None:

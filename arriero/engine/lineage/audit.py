@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from arriero.engine.lineage.content import arrays_sha256, batch_sha256, prompt_text, sha256
 from arriero.engine.lineage.reader import Lineage
+from arriero.engine.lineage.tables import origins_of
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.schemas.ledger import Trained
 from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
@@ -86,7 +87,7 @@ def _ledger(record: Lineage) -> Iterator[Finding]:
         )
     admitted = {a.origin: a for a in record.admitted}
     for g in record.groups.values():
-        for k in g.prompt.origins:
+        for k in origins_of(g):
             a = admitted.get(k)
             if a is None or (a.id, a.row, a.epoch) != (g.prompt.id, g.prompt.row, g.prompt.epoch):
                 yield Finding(

@@ -152,7 +152,7 @@ def group_of(entry: GroupEntry, arrays: Columns, text: bytes) -> ScoredGroup | R
     prompt = Prompt(**entry.prompt.model_dump(), **said["prompt"])
     group = RolloutGroup(
         id=entry.id, parents=entry.parents, origins=entry.origins, prompt=prompt, rollouts=rollouts,
-        chat_digest=entry.chat_digest,
+        chat_digest=entry.chat_digest, recorded=entry.recorded,
     )  # fmt: skip
     if (s := entry.scores) is None:
         return group

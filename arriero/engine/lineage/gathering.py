@@ -116,6 +116,7 @@ class Gathering:
             "parents": group.parents,
             "origins": group.origins,
             "chat_digest": group.chat_digest,
+            "recorded": group.recorded,
             "prompt": prompt_entry(group.prompt),
             "lengths": found.lengths,
             "sampled": tuple(int(r.mask.sum()) for r in rollouts),

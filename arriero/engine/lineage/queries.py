@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 
 from arriero.engine.errors import UserError
 from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.tables import rollout_id
+from arriero.engine.lineage.tables import origins_of, rollout_id
 from arriero.schemas.ledger import Admitted, DroppedEvent, Trained
 from arriero.schemas.lineage import GroupEntry, WeightsEntry
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRow:
-    """A rollout; `steps` are the versions made from it, `versions` the oldest and newest that sampled it."""
+    """A rollout; `steps` are the versions made from it, `versions` the oldest and newest that sampled it.
+
+    `recorded` is `<run id>:<rollout there>` if it was sampled in another run.
+    """
 
     id: str
     prompt: str
@@ -28,6 +31,7 @@ class RolloutRow:
     tokens: int
     versions: tuple[int, int]
     steps: tuple[int, ...]
+    recorded: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +168,7 @@ class Questions:
     ) -> Answer:
         known = [self._lineage.groups[n] for n in groups if n in self._lineage.groups]
         if origins is None:
-            origins = [k for g in known for k in g.prompt.origins]
+            origins = [k for g in known for k in origins_of(g)]
         rows = [row for g in known for row in self._rollout_rows(g)]
         return Answer(
             about=about,
@@ -192,6 +196,7 @@ class Questions:
                 reward=s.values[k] if s else None, outcome=s.outcomes[k].value if s else "",
                 reward_version=s.reward_version if s else "", versions=(g.oldest[k], g.newest[k]),
                 steps=tuple(v for v, r in trained if r == k),
+                recorded=f"{g.recorded}/{k}" if g.recorded else "",
             )
             for k in range(len(g.lengths))
         ]  # fmt: skip

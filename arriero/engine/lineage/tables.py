@@ -73,6 +73,11 @@ def rollout_id(group: GroupEntry, number: int) -> str:
     return f"{group.id}/{number}"
 
 
+def origins_of(group: GroupEntry) -> tuple[int, ...]:
+    """The admission numbers it descends from: its prompt's, or its own if it was admitted as it is."""
+    return group.prompt.origins or (group.scores.origins if group.scores else group.origins)
+
+
 def _rollouts(lineage: Lineage) -> Rows:
     for g in lineage.groups.values():
         s, start = g.scores, g.arrays.start
@@ -82,6 +87,7 @@ def _rollouts(lineage: Lineage) -> Rows:
                 g.prompt.split, s.values[k] if s else None, s.outcomes[k].value if s else None,
                 s.reward_version if s else "", length, g.sampled[k], g.oldest[k], g.newest[k], g.finishes[k],
                 g.temperatures[k], g.seeds[k], g.arrays.part, start,
+                f"{g.recorded}/{k}" if g.recorded else "",
             )  # fmt: skip
             start += length
 
@@ -125,7 +131,7 @@ _TABLES: dict[str, tuple[dict[str, str], Callable[[Lineage], Rows]]] = {
             "epoch": "int64", "split": "string", "reward": "double", "outcome": "string",
             "reward_version": "string", "length": "int64", "sampled": "int64", "oldest": "int64",
             "newest": "int64", "finish": "string", "temperature": "double", "seed": "int64", "part": "int64",
-            "start": "int64",
+            "start": "int64", "recorded": "string",
         },
         _rollouts,
     ),

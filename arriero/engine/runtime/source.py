@@ -13,7 +13,7 @@ from arriero.engine.rates import windows
 from arriero.engine.runtime.gate import Gate
 from arriero.engine.runtime.node import NodeRunner
 from arriero.schemas.ledger import Admitted
-from arriero.schemas.messages import Dropped, Example, Prompt, Record
+from arriero.schemas.messages import Dropped, Example, Prompt, Record, ScoredGroup
 
 
 class SourceRunner(NodeRunner):
@@ -66,8 +66,8 @@ class SourceRunner(NodeRunner):
                     break
                 if isinstance(output, Dropped):
                     raise ValueError(f"{self.node.name} is a source and has nothing to drop")
-                first_epoch += not _epoch(output)
-                if _epoch(output) and (why := gate.hopeless(first_epoch)):
+                first_epoch += not _place(output)[0]
+                if _place(output)[0] and (why := gate.hopeless(first_epoch)):
                     raise UserError(f"{self.node.name}: {why}")
                 await self._send(output, origin=k, min_version=gate.min_version(k))
                 k += 1
@@ -96,14 +96,14 @@ class SourceRunner(NodeRunner):
         """Record the admission, then publish: what is on an edge is always accounted for."""
         output = output.stamped(id=output.id or f"{self.node.name}-{origin}", parents=(), origins=(origin,))
         prompt = output if isinstance(output, Prompt) else None
-        row = output.row if isinstance(output, Prompt | Example) else 0
+        epoch, row = _place(output)
         if prompt is not None:
             output = prompt = prompt.model_copy(update={"min_version": min_version})
         event = Admitted(
             id=output.id,
             origin=origin,
             split=prompt.split if prompt else "train",
-            epoch=_epoch(output),
+            epoch=epoch,
             row=row,
             min_version=min_version,
         )
@@ -123,8 +123,10 @@ class SourceRunner(NodeRunner):
         self._gate.changed.set()
 
 
-def _epoch(output: Record) -> int:
-    return output.epoch if isinstance(output, Prompt | Example) else 0
+def _place(output: Record) -> tuple[int, int]:
+    """Epoch and row of what a source gives; 0 for what has none."""
+    data = output.group.prompt if isinstance(output, ScoredGroup) else output
+    return (data.epoch, data.row) if isinstance(data, Prompt | Example) else (0, 0)
 
 
 def steps(graph: Graph, producers: tuple[str, ...]) -> int | None:
