@@ -33,7 +33,7 @@ class Failure:
     weight: int = 1
 
 
-def killed(name: str, number: int, log: Path) -> Failure:
+def killed(name: str, number: int, log: object) -> Failure:
     """A process that a signal ended: nobody inside could say anything, and others fail because of it."""
     known = {s.value: s.name for s in signal.Signals}
     return Failure(
@@ -42,7 +42,7 @@ def killed(name: str, number: int, log: Path) -> Failure:
     )
 
 
-def node_failed(name: str, ended: Ended, log: Path | None, waits: str) -> Failure:
+def node_failed(name: str, ended: Ended, log: object, waits: str) -> Failure:
     """A node said on the control log what went wrong; `waits` is shown if it had waited too long."""
     if ended.user:
         return Failure(message=ended.error, code=2)
@@ -54,9 +54,9 @@ def node_failed(name: str, ended: Ended, log: Path | None, waits: str) -> Failur
     return Failure(message="\n".join(p for p in parts if p))
 
 
-def exited(name: str, code: int, log: Path) -> Failure:
-    """A process ended with `code` and no node of it had said why."""
-    text = log.read_text(errors="replace").rstrip() if log.exists() else ""
+def exited(name: str, code: int, log: object, text: str) -> Failure:
+    """A process ended with `code` and no node of it had said why; `text` is what stands in its log."""
+    text = text.rstrip()
     if code == 2 and text:
         return Failure(message=text.splitlines()[-1], code=2, weight=2)
     if (rank := _ROOT_CAUSE.search(text)) and int(rank[2]) < 0:
@@ -68,7 +68,7 @@ def exited(name: str, code: int, log: Path) -> Failure:
     )
 
 
-def silent(name: str, age_s: float, bound_s: float, log: Path | None, waits: str) -> Failure:
+def silent(name: str, age_s: float, bound_s: float, log: object, waits: str) -> Failure:
     """A replica whose process is there but says nothing."""
     where = f"; its log is {log}" if log is not None else ""
     return Failure(

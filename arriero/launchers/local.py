@@ -6,6 +6,7 @@ processes to supervise them.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
@@ -42,6 +43,28 @@ class Process:
     @property
     def hub(self) -> bool:
         return self.role == HUB
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    async def ended(self) -> int:
+        """As `Replica.ended`; it is a child of ours."""
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            handle = os.pidfd_open(self.process.pid)
+        except ProcessLookupError:  # reaped already, by whoever asked for its state
+            return self.process.wait()
+        loop.add_reader(handle, over.set)
+        try:
+            await over.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+        return self.process.wait()
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def signal(self, number: signal.Signals) -> None:
         """To the replica and everything it has started, ranks and sandboxes in sessions of their own too."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from arriero.engine.broker import Broker
 from arriero.launchers.failures import killed
-from arriero.launchers.local import Process
+from arriero.launchers.replicas import Replica
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import RunOptions
 
@@ -23,7 +23,7 @@ from arriero.schemas.run import RunOptions
 class Restarts:
     """The budget of each replica, and when it was started last; `over` when the run comes to its end."""
 
-    def __init__(self, spec: GraphSpec, options: RunOptions, start: Callable[[str], Process] | None) -> None:
+    def __init__(self, spec: GraphSpec, options: RunOptions, start: Callable[[str], Replica] | None) -> None:
         self._start, self._most = start, options.restarts
         self._roles = {role for role in spec.roles if _replaceable(spec, role)}
         self._began = time.monotonic()
@@ -31,7 +31,7 @@ class Restarts:
         self.counts: Counter[str] = Counter()  # by replica
         self.over = False
 
-    def may(self, p: Process) -> bool:
+    def may(self, p: Replica) -> bool:
         """Whether `p` would be started again if it were killed now."""
         return (
             self._start is not None
@@ -40,7 +40,7 @@ class Restarts:
             and self.counts[p.name] < self._most
         )
 
-    async def again(self, p: Process, broker: Broker, number: int) -> Process | None:
+    async def again(self, p: Replica, broker: Broker, number: int) -> Replica | None:
         """Start `p`, which signal `number` has ended, again; None if the run has come to its end meanwhile.
 
         Raises BrokerError, OSError.

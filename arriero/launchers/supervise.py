@@ -2,7 +2,7 @@
 
 | watched             | noticed                         | says                                     |
 |---------------------|---------------------------------|------------------------------------------|
-| processes (pidfd)   | at once                         | killed by signal, exit code, left early  |
+| processes           | at once                         | killed by signal, exit code, left early  |
 |                     |                                 | (some are started again: `Restarts`)     |
 | control log         | at once                         | a node's error and traceback             |
 | heartbeats          | `liveness_s` after the last one | who is silent, and the wait graph        |
@@ -15,18 +15,16 @@ A failure makes others fail: what is seen within `SETTLE_S` of the first is weig
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.rates import backlogs, capacities
 from arriero.engine.runtime.journal import follow_control
 from arriero.launchers.burials import Burials
 from arriero.launchers.failures import Failure, exited, killed, node_failed, raised, silent
-from arriero.launchers.local import Process
+from arriero.launchers.replicas import Replica
 from arriero.launchers.restarts import Restarts
 from arriero.launchers.vitals import Vitals, wait_graph
 from arriero.schemas.graph import GraphSpec
@@ -48,8 +46,8 @@ class Supervisor:
         self,
         spec: GraphSpec,
         options: RunOptions,
-        processes: Sequence[Process],
-        start: Callable[[str], Process] | None = None,
+        processes: Sequence[Replica],
+        start: Callable[[str], Replica] | None = None,
     ) -> None:
         self._spec, self._options = spec, options
         self._processes = {p.name: p for p in processes}
@@ -135,8 +133,8 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001  # nobody else would notice that this watch has ended
             self.fail(raised(error))
 
-    async def _watch(self, p: Process) -> None:
-        code = await exit_code(p)
+    async def _watch(self, p: Replica) -> None:
+        code = await p.ended()
         if code < 0 and self._broker is not None and self.restarts.may(p):
             await self._guarded(self._start_again(p, self._broker, -code))
             return
@@ -148,9 +146,9 @@ class Supervisor:
         # What its nodes said may still be on its way; the exit code alone says little.
         await asyncio.sleep(SETTLE_S / 2)
         if code != 0 or p.hub or not self._role_ended(p.role, p.replica):
-            self.fail(exited(p.name, code, p.log))
+            self.fail(exited(p.name, code, p.log, p.said()))
 
-    async def _start_again(self, p: Process, broker: Broker, number: int) -> None:
+    async def _start_again(self, p: Replica, broker: Broker, number: int) -> None:
         again = await self.restarts.again(p, broker, number)
         if again is None:
             self._gone.add(p.name)
@@ -229,25 +227,9 @@ class Supervisor:
         shown = name if rank == "0" else f"{name} rank {rank}"
         self.fail(silent(shown, self._age_s(key), self._bound_s(key), self._log(name), self._waits()))
 
-    def _log(self, name: str) -> Path | None:
+    def _log(self, name: str) -> object:
         return self._processes[name].log if name in self._processes else None
 
     def _waits(self) -> str:
         room = capacities(self._spec) | backlogs(self._spec)
         return wait_graph(self._spec, self.vitals, {n: c.messages for n, c in room.items()})
-
-
-async def exit_code(p: Process) -> int:
-    """The code of a child of ours, at the moment it ends; negative for a signal."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    try:
-        handle = os.pidfd_open(p.process.pid)
-    except ProcessLookupError:  # reaped already, by whoever asked for its state
-        return p.process.wait()
-    loop.add_reader(handle, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)
-    return p.process.wait()
