@@ -16,7 +16,7 @@ from arriero.launchers.options import LaunchOptions
 from arriero.launchers.rundir import create
 from arriero.schemas.messages import Prompt, Rollout
 from arriero.schemas.run import RunOptions
-from tests.tiny_models import tiny_llama, tiny_tokenizer
+from tests.tiny_models import save_tiny_llama, tiny_llama, tiny_tokenizer
 
 
 def share_of_threes(prompt: Prompt, rollout: Rollout) -> float:
@@ -34,12 +34,20 @@ def peaked_model(directory: Path) -> str:
     return saved(tiny_llama(seed=5, scale=12.0), directory)
 
 
-def saved(model: Any, directory: Path) -> str:
+def saved(model: Any, directory: Path, *, vocab_size: int = 32) -> str:
     """The directory with the model and its tokenizer in it."""
-    parts: tuple[Any, Any] = (model, tiny_tokenizer(32))  # `save_pretrained` is partly untyped
+    parts: tuple[Any, Any] = (model, tiny_tokenizer(vocab_size))  # `save_pretrained` is partly untyped
     for part in parts:
         part.save_pretrained(directory)
     return str(directory)
+
+
+def with_a_score(directory: Path, *, vocab_size: int = 32) -> str:
+    """A directory of a model that scores, as the pipeline `reward_model` leaves it."""
+    from arriero.components.scoring_model import load_scorer
+
+    model, _ = load_scorer(save_tiny_llama(directory / "bare", vocab_size=vocab_size))
+    return saved(model, directory, vocab_size=vocab_size)
 
 
 def policy_gradient_fields(path: Path, **fields: Any) -> dict[str, Any]:

@@ -120,8 +120,9 @@ def test_nothing_after_the_last_trained_token_is_read() -> None:
 
 
 def test_a_sample_beyond_the_context_is_named() -> None:
-    with pytest.raises(ValueError, match="sample 1 of group 'g3' has 9 tokens; the context is 8"):
-        check_samples([random_sample(8), random_sample(9, seed=3)], context=8)
+    # The last token of a sample is predicted and not read.
+    with pytest.raises(ValueError, match="sample 1 of group 'g3' has 9 tokens to read; the context is 8"):
+        check_samples([random_sample(9), random_sample(10, seed=3)], context=8)
 
 
 def test_a_trained_first_token_is_refused() -> None:

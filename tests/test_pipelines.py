@@ -33,7 +33,7 @@ from arriero.pipelines.reinforce_pp import ReinforcePPConfig, reinforce_pp
 from arriero.pipelines.remax import ReMaxConfig, remax
 from arriero.pipelines.rloo import RLOOConfig, rloo
 from arriero.pipelines.vmpo import VMPOConfig, vmpo
-from tests.inline_runs import peaked_model, policy_gradient_fields, steps_of
+from tests.inline_runs import peaked_model, policy_gradient_fields, steps_of, with_a_score
 
 torch.set_num_threads(1)
 
@@ -63,7 +63,7 @@ def config(name: str, path: Path, **fields: Any) -> Any:
     if name == "distill":
         given["teacher"] = peaked_model(path / "teacher")
     if name == "ppo":
-        given["reward_model"] = given["model"]
+        given["reward_model"] = with_a_score(path / "judge")
         del given["reward"]
     return kind(**given)
 

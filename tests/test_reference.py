@@ -15,6 +15,7 @@ from arriero.components.losses import AIPO, DPO, DecoupledPPO, ImportanceWeight,
 from arriero.components.policy import load_policy
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.trainer import Trainer
+from arriero.engine.errors import UserError
 from arriero.schemas.messages import Batch
 from tests.batches import random_batch, random_sample
 from tests.drive import Alone, kept, outputs, stream
@@ -48,7 +49,7 @@ async def test_every_trained_token_has_the_logprob_of_the_reference_at_its_tempe
 async def test_a_reference_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
     component = ReferenceLogprobs(model=str(save_tiny_llama(tmp_path, vocab_size=12)))
     batch = Batch(samples=(random_sample(9, vocab_size=32),))
-    with pytest.raises(ValueError, match="outside the model's vocabulary of 12"):
+    with pytest.raises(UserError, match="but the model's vocabulary ends at 11"):
         await outputs(component.run(stream([batch], Batch)))
 
 

@@ -17,11 +17,15 @@ from torch import Tensor
 
 from arriero.components.advantages import gae, whitened_tokens
 from arriero.components.critic import Critic
-from arriero.components.losses import value_loss
+from arriero.components.losses import AIPO, value_loss
 from arriero.components.optimizer import AdamW
 from arriero.components.packing import PackedTokens
 from arriero.components.preferences import PreferenceSource
+from arriero.components.reference import ReferenceLogprobs
+from arriero.components.reward_model import RewardModel, RewardTrainer
 from arriero.components.scoring_model import ScoringState, load_scorer, read_at_the_end
+from arriero.components.trainer import Trainer
+from arriero.components.utterance_critic import UtteranceCritic
 from arriero.engine.graph import Graph
 from arriero.pipelines.aipo import AIPOConfig, aipo
 from arriero.pipelines.distill import DistillConfig, distill
@@ -30,7 +34,7 @@ from arriero.pipelines.reward_model import RewardModelConfig, reward_model
 from arriero.schemas.messages import Batch, Sample
 from tests.batches import random_batch, random_sample
 from tests.drive import Alone, kept, outputs, stream
-from tests.inline_runs import policy_gradient_fields, steps_of, tiny_model
+from tests.inline_runs import policy_gradient_fields, steps_of, tiny_model, with_a_score
 from tests.tiny_models import tiny_tokenizer
 
 torch.set_num_threads(1)
@@ -167,6 +171,74 @@ async def test_a_critic_learns_what_a_reward_depends_on(tmp_path: Path) -> None:
 
     assert gap(found[0]) > 1.9
     assert abs(np.mean([gap(b) for b in found[-10:]])) < 0.6
+
+
+async def test_a_batch_of_one_token_has_an_advantage_all_the_same(tmp_path: Path) -> None:
+    # Nothing to whiten it by: reward 1, value 0.
+    (single,) = random_batch([2]).samples
+    batch = Batch(id="b", samples=(single.model_copy(update={"reward": 1.0}),))
+    critic = Critic(model=tiny_model(tmp_path), steps=1)
+    (found,) = kept(await outputs(critic.run(stream([batch], Batch))))
+    assert found.samples[0].advantages.tolist() == [0.0, 1.0]
+
+
+def test_the_schedule_of_a_critic_is_over_all_its_updates(tmp_path: Path) -> None:
+    falling = AdamW(lr=1e-2, schedule="linear", warmup_steps=3)
+    critic = Critic(model=tiny_model(tmp_path), steps=2, epochs=4, optimizer=falling)
+    assert list(critic.problems(Alone())) == []
+    state = critic._load()  # pyright: ignore[reportPrivateUsage]  # what a run trains
+
+    def update() -> float:
+        return state.step(random_batch([5]).samples, lambda v, t: value_loss(v, t.advantages_T))["lr"]
+
+    # Three steps up, then down to 0 behind the last of 2 * 4.
+    assert [update() for _ in range(8)] == pytest.approx(
+        [1e-2 * x for x in (1 / 3, 2 / 3, 1, 1, 0.8, 0.6, 0.4, 0.2)]
+    )
+
+
+def test_a_response_that_fills_the_context_is_scored(tmp_path: Path) -> None:
+    state = scoring(tiny_model(tmp_path), token_budget=1024)
+    full = state.model.config.max_position_embeddings
+    (score,) = state.values([read_at_the_end(random_sample(full))])
+    assert np.isfinite(score).all()
+    with pytest.raises(ValueError, match=f"{full + 1} tokens to read; the context is {full}"):
+        state.values([read_at_the_end(random_sample(full + 1))])
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    # A head of zeros would give every response the reward 0, and ppo would learn nothing without a word.
+    bare = tiny_model(tmp_path / "bare")
+    (problem,) = RewardModel(model=bare).problems(Alone())
+    assert "has no head of one score (score.weight)" in problem
+    assert "train one with the pipeline reward_model" in problem
+    assert list(RewardModel(model=with_a_score(tmp_path / "judge")).problems(Alone())) == []
+
+
+@pytest.mark.parametrize("reader", [RewardModel, ReferenceLogprobs])
+def test_a_reader_with_other_tokens_than_the_policy_is_a_problem(
+    reader: type[RewardModel | ReferenceLogprobs], tmp_path: Path
+) -> None:
+    other = with_a_score(tmp_path / "judge", vocab_size=40)
+    policy = Trainer(model=tiny_model(tmp_path / "tiny"), loss=AIPO(), steps=1)
+    (problem,) = reader(model=other).problems(Alone(policy))
+    assert f"{other} has 40 tokens and {policy.model} 32" in problem
+    assert list(reader(model=with_a_score(tmp_path / "same")).problems(Alone(policy))) == []
+
+
+def test_a_warmup_longer_than_the_run_is_a_problem(tmp_path: Path) -> None:
+    model, slow = tiny_model(tmp_path), AdamW(warmup_steps=9)
+    for component in (
+        Trainer(model=model, loss=AIPO(), steps=8, optimizer=slow),
+        Critic(model=model, steps=4, epochs=2, optimizer=slow),
+        UtteranceCritic(model=model, steps=2, updates=4, optimizer=slow),
+        RewardTrainer(model=model, steps=8, optimizer=slow),
+    ):
+        lines = [line for line in component.problems(Alone()) if "warmup" in line]
+        assert len(lines) == 1
+        assert lines[0].startswith(
+            "optimizer.warmup_steps=9 are more than the 8 steps of the run, so lr=1e-06 is"
+        )
 
 
 def test_a_critic_whose_price_has_no_reference_is_a_problem(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_batch_that_cant_be_trained_on_is_refused() -> None:
     with pytest.raises(ValueError, match=r"AIPO needs log-probabilities; the samples of \['g4'\] have none"):
         state.step(Batch(samples=(random_sample(5), random_sample(5, seed=4, supervised=True))))
     with pytest.raises(ValueError, match="the context is 512"):
-        state.step(random_batch([513]))
+        state.step(random_batch([514]))
 
 
 def test_half_precision_parameters_are_refused() -> None:

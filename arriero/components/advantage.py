@@ -132,7 +132,7 @@ class GroupAdvantage:
 
     def _batch(self, groups: list[_Ready]) -> Batch:
         samples = tuple(s for g in groups for s in g.samples)
-        if self.whiten and sum(int(s.mask.sum()) for s in samples) > 1:
+        if self.whiten:
             samples = _whitened(samples)
         if self.best:
             samples = _weighed(samples, self.best)

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, Positiv
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantages import gae, whitened_tokens
-from arriero.components.compute import ComputeThread
+from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import value_loss
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW
@@ -36,7 +36,8 @@ class Critic:
     behaviour and the reference log-probabilities. Values come from the critic before it trains on the batch,
     which it does after giving it on: `epochs` updates on the returns, values held within `clip` of those
     before. Tokens of observations are skipped. A response that was cut off counts as ended, for its reward is
-    of what there is; with `bootstrap` it goes on with the value after its last token.
+    of what there is; with `bootstrap` it goes on with the value after its last token. The schedule of the
+    optimizer is over all updates.
     It starts from `model`, with a head that gives 0. Source: PPO as in arXiv:2203.02155 and 2009.01325.
     """
 
@@ -54,6 +55,7 @@ class Critic:
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
+        yield from self.optimizer.problems(steps=self.steps * self.epochs)
         if self.kl and not view.upstream(ReferenceLogprobs):
             yield f"kl={self.kl} needs reference log-probabilities; put a ReferenceLogprobs before the critic"
         if view.ranks > 1:
@@ -70,12 +72,12 @@ class Critic:
                 await compute(self._train, state, batch.samples, values, advantages)
 
     def _load(self) -> ScoringState:
-        import torch
-
         from arriero.components.scoring_model import ScoringState, load_scorer
 
-        model, _ = load_scorer(self.model, device="cuda" if torch.cuda.is_available() else "cpu")
-        return ScoringState(model, optimizer=self.optimizer, steps=self.steps, token_budget=self.token_budget)
+        model, _ = load_scorer(self.model, device=own_device())
+        return ScoringState(
+            model, optimizer=self.optimizer, steps=self.steps * self.epochs, token_budget=self.token_budget
+        )
 
     def _after(self, state: ScoringState, samples: tuple[Sample, ...]) -> list[float]:
         """The value of what would have come after each sample."""

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+import struct
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from arriero.engine.errors import UserError, one_line
+
+_LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself allows
+
+
+@runtime_checkable
+class HasModel(Protocol):
+    """A component that reads or writes tokens with the tokenizer of a model directory."""
+
+    model: str
 
 
 def check_model_directory(path: str) -> Iterator[str]:
@@ -23,6 +33,43 @@ def check_model_directory(path: str) -> Iterator[str]:
         yield f"model {path} is not a model directory: *.safetensors is missing (other formats aren't read)"
     elif not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         yield f"model {path} is not a model directory: tokenizer.json is missing; save it beside the model"
+
+
+def weight_shapes(path: str) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the tensors in the safetensors of a model directory, by name; none of a broken file."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                (size,) = struct.unpack("<Q", opened.read(8))
+                header: dict[str, dict[str, Any]] = json.loads(opened.read(min(size, _LONGEST_HEADER)))
+        except (OSError, ValueError, struct.error):  # who loads it says what is wrong
+            continue
+        found |= {name: tuple(about["shape"]) for name, about in header.items() if "shape" in about}
+    return found
+
+
+def vocabulary_problem(path: str, policy: str) -> Iterator[str]:
+    """One line if the tokenizers of two model directories give other ids; nothing if that can't be told."""
+    if path == policy:
+        return
+    one, other = _vocabulary(path), _vocabulary(policy)
+    if one and other and one != other:
+        yield (
+            f"model {path} has {len(one)} tokens and {policy} {len(other)}, not the same ids for all: it "
+            "would misread what is sampled; take a model of the policy's tokenizer"
+        )
+
+
+def _vocabulary(path: str) -> Mapping[str, int]:
+    """Ids of the tokens by tokenizer.json, added ones included; empty without it."""
+    try:
+        known: dict[str, Any] = json.loads((Path(path) / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    listed: dict[str, int] | list[list[Any]] = known.get("model", {}).get("vocab", {})
+    base = listed if isinstance(listed, dict) else {str(entry[0]): i for i, entry in enumerate(listed)}
+    return base | {str(t["content"]): int(t["id"]) for t in known.get("added_tokens", ())}
 
 
 @contextmanager

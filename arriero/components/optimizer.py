@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
@@ -33,6 +34,14 @@ class Schedule:
                 f"floor={self.floor} isn't read by schedule=constant; leave it out, or take linear or cosine"
             )
         return self
+
+    def problems(self, *, steps: int) -> Iterable[str]:
+        """What can't be with so many steps."""
+        if self.warmup_steps > steps:
+            yield (
+                f"optimizer.warmup_steps={self.warmup_steps} are more than the {steps} steps of the run, so "
+                f"lr={self.lr} is never reached; lower it"
+            )
 
     def learning_rate(self, step: int, *, steps: int) -> float:
         """The rate of optimizer step `step` (0 is the first) of `steps`; later ones keep the last rate."""

@@ -151,14 +151,14 @@ def _paths(inputs: Sequence[Tokens], *, share: bool) -> list[_Ids]:
 
 
 def check_samples(samples: Sequence[Sample], *, context: int | None, vocabulary: int | None = None) -> None:
-    """ValueError for a sample longer than the model's context, or trained from its first token on.
+    """ValueError for a sample that doesn't fit into the context, or is trained from its first token on.
 
     UserError for a token outside the model's `vocabulary`.
     """
     for i, s in enumerate(samples):
-        if context is not None and len(s.tokens) > context:
+        if context is not None and (length := len(read(s))) > context:
             raise ValueError(
-                f"sample {i} of group {s.group!r} has {len(s.tokens)} tokens; the context is {context}"
+                f"sample {i} of group {s.group!r} has {length} tokens to read; the context is {context}"
             )
         if vocabulary is not None:
             check_vocabulary(s.tokens, vocabulary, f"sample {i} of group {s.group!r}")

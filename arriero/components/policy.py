@@ -93,15 +93,12 @@ def sample_logprobs(
 ) -> list[npt.NDArray[np.float32]]:
     """Log-probabilities of each sample's trained tokens, in micro-batches of up to `token_budget` tokens.
 
-    ValueError for a sample that the model can't read, and for a vocabulary too small for its tokens.
+    ValueError for a sample that the model can't read, UserError for a vocabulary too small for its tokens.
     """
     config = forward.model.config
-    check_samples(samples, context=getattr(config, "max_position_embeddings", None))
-    largest = max((int(s.tokens.max(initial=0)) for s in samples), default=0)
-    if largest >= (size := int(config.vocab_size)):
-        raise ValueError(
-            f"token {largest} is outside the model's vocabulary of {size}; it isn't the policy's"
-        )
+    check_samples(
+        samples, context=getattr(config, "max_position_embeddings", None), vocabulary=int(config.vocab_size)
+    )
     found = [np.zeros(0, np.float32)] * len(samples)
     (micros,) = plan([read(s) for s in samples], token_budget=token_budget, layout=forward.layout)
     for indices in micros:

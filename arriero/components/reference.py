@@ -9,8 +9,8 @@ import numpy as np
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.compute import ComputeThread
-from arriero.components.model_directory import check_model_directory
+from arriero.components.compute import ComputeThread, own_device
+from arriero.components.model_directory import HasModel, check_model_directory, vocabulary_problem
 from arriero.components.planning import Layout
 from arriero.engine.graph import GraphView
 from arriero.engine.stream import Stream
@@ -35,6 +35,9 @@ class ReferenceLogprobs:
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
+        readers = view.upstream(HasModel)  # type: ignore[type-abstract]  # an instance check needs no class
+        for first in readers[:1]:  # it gives or tokenises the responses
+            yield from vocabulary_problem(self.model, first.model)
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Batch]:
         with ComputeThread("reference") as compute:
@@ -43,12 +46,10 @@ class ReferenceLogprobs:
                 yield await compute(self._read, forward, batch)
 
     def _load(self) -> PolicyForward:
-        import torch
-
         from arriero.components.forward import PolicyForward
         from arriero.components.policy import load_policy
 
-        model, _ = load_policy(self.model, device="cuda" if torch.cuda.is_available() else "cpu")
+        model, _ = load_policy(self.model, device=own_device())
         return PolicyForward(model, layout=self.packing)
 
     def _read(self, forward: PolicyForward, batch: Batch) -> Batch:

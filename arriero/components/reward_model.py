@@ -10,10 +10,15 @@ import numpy as np
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.compute import ComputeThread
+from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import bradley_terry_loss
 from arriero.components.losses.loss import PerSequence
-from arriero.components.model_directory import check_model_directory
+from arriero.components.model_directory import (
+    HasModel,
+    check_model_directory,
+    vocabulary_problem,
+    weight_shapes,
+)
 from arriero.components.optimizer import AdamW
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import current
@@ -50,11 +55,12 @@ class RewardTrainer:
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
+        yield from self.optimizer.problems(steps=self.steps)
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
         context = current()
         with ComputeThread("reward-trainer") as compute:
-            state, tokenizer = await compute(self._load)
+            state, tokenizer = await compute(self._load, context.ranks)
             yield Weights(version=0)
             async for batch in batches:
                 metrics = await compute(self._step, state, batch)
@@ -66,16 +72,15 @@ class RewardTrainer:
                 for part in parts:
                     await compute(part.save_pretrained, context.run_dir / "model")
 
-    def _load(self) -> tuple[ScoringState, PreTrainedTokenizerBase]:
-        import torch
+    def _load(self, ranks: int) -> tuple[ScoringState, PreTrainedTokenizerBase]:
         import torch.distributed as dist
 
         from arriero.components.scoring_model import ScoringState, load_scorer
 
-        model, tokenizer = load_scorer(self.model, device="cuda" if torch.cuda.is_available() else "cpu")
+        model, tokenizer = load_scorer(self.model, device=own_device())
         state = ScoringState(
             model, optimizer=self.optimizer, steps=self.steps, token_budget=self.token_budget, together=2,
-            group=dist.group.WORLD if dist.is_initialized() else None,
+            group=dist.group.WORLD if ranks > 1 else None,
         )  # fmt: skip
         return state, tokenizer
 
@@ -99,7 +104,8 @@ def _pair_losses(score_T: Tensor, tokens: PackedTokens) -> Tensor:
 class RewardModel:
     """The score of a trained reward model, in the directory `model`, as the reward of each rollout.
 
-    It reads the tokens that were sampled, so it must have the policy's tokenizer. Every score is a verdict.
+    It reads the tokens that were sampled, so it must have the policy's tokenizer. Every score is a verdict. A
+    directory of a language model, which has no head to score with, is refused.
     """
 
     model: str
@@ -108,29 +114,35 @@ class RewardModel:
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
+        readers = view.upstream(HasModel)  # type: ignore[type-abstract]  # an instance check needs no class
+        for first in readers[:1]:  # it gives or tokenises the responses
+            yield from vocabulary_problem(self.model, first.model)
+        shapes = weight_shapes(self.model)
+        if shapes and shapes.get("score.weight", (0,))[0] != 1:
+            yield (
+                f"model {self.model} has no head of one score (score.weight): every response is alike to it; "
+                "train one with the pipeline reward_model"
+            )
 
     async def run(self, rollouts: Stream[RolloutGroup]) -> AsyncIterator[ScoredGroup]:
         with ComputeThread("reward-model") as compute:
-            state = await compute(self._load)
+            model = await compute(self._load)
             async for group in rollouts:
-                yield await compute(self._score, state, group)
+                yield await compute(self._score, model, group)
 
-    def _load(self) -> ScoringState:
-        import torch
+    def _load(self) -> PreTrainedModel:
+        from arriero.components.scoring_model import load_scorer
 
-        from arriero.components.scoring_model import ScoringState, load_scorer
+        return load_scorer(self.model, device=own_device())[0]
 
-        model: PreTrainedModel
-        model, _ = load_scorer(self.model, device="cuda" if torch.cuda.is_available() else "cpu")
-        return ScoringState(model, optimizer=AdamW(), steps=1, token_budget=self.token_budget)
-
-    def _score(self, state: ScoringState, group: RolloutGroup) -> ScoredGroup:
-        from arriero.components.scoring_model import read_at_the_end
+    def _score(self, model: PreTrainedModel, group: RolloutGroup) -> ScoredGroup:
+        from arriero.components.scoring_model import read_at_the_end, sample_scores
 
         samples = [
             Sample(group="", tokens=r.tokens, mask=r.mask, advantages=np.zeros(len(r.tokens), np.float32))
             for r in group.rollouts
         ]
-        values = state.values([read_at_the_end(s) for s in samples])
+        read = [read_at_the_end(s) for s in samples]
+        values = sample_scores(model, read, token_budget=self.token_budget)
         scores = tuple(Score(value=float(v[0]), outcome=Outcome.OK) for v in values)
         return ScoredGroup(group=group, scores=scores)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,12 @@ import torch.distributed as dist
 
 from arriero.components.descent import Descent
 from arriero.components.losses import sequence_weights
+from arriero.components.model_directory import loading
 from arriero.components.optimizer import AdamW
 from arriero.components.packing import MicroBatch, PackedTokens, check_samples, pack, plan, read
-from arriero.components.policy import check_directory
+from arriero.components.planning import Plan
+from arriero.components.policy import check_directory, load_tokenizer
+from arriero.engine.errors import UserError
 from arriero.schemas.messages import Sample
 
 if TYPE_CHECKING:
@@ -44,16 +47,16 @@ def load_scorer(
     """Model with a head of one number, and tokenizer, from a model directory, in evaluation mode.
 
     A directory of a language model has no such head: a new one that gives 0 everywhere is put on it.
-    ValueError, naming the directory and what it lacks, if it isn't a model directory.
+    UserError, naming the directory and what it lacks, if it isn't a model directory or can't be loaded.
     """
     directory = check_directory(path)
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
     untyped: tuple[Any, Any] = (logging, AutoModelForSequenceClassification)  # annotated only in part
     logs, auto = untyped
     logs.disable_progress_bar()
-    with _QUIET:
+    with _QUIET, loading(directory):
         verbosity = logs.get_verbosity()
         logs.set_verbosity_error()  # it warns of a new head, which is meant
         try:
@@ -63,16 +66,16 @@ def load_scorer(
             )  # fmt: skip
         finally:
             logs.set_verbosity(verbosity)
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise UserError(
+            f"model {path}: {type(model).__name__} has no Linear `score`; take a decoder-only model"
+        )
     if any("score" in name for name in info["missing_keys"]):
         torch.nn.init.zeros_(model.score.weight)
-    tokenizer = cast(  # from_pretrained of AutoTokenizer has no annotations
-        "PreTrainedTokenizerBase",
-        AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True),
-    )
     torch.nn.Module.to(model, device)
     model.train(False)
     scorer: PreTrainedModel = model
-    return scorer, tokenizer
+    return scorer, load_tokenizer(directory)
 
 
 def scores(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
@@ -96,6 +99,22 @@ def read_at_the_end(sample: Sample) -> Sample:
     )  # fmt: skip
 
 
+def sample_scores(
+    model: PreTrainedModel, samples: Sequence[Sample], *, token_budget: int
+) -> list[npt.NDArray[np.float32]]:
+    """The scores of each sample's trained tokens, in micro-batches of up to `token_budget` tokens."""
+    found = [np.zeros(0, np.float32)] * len(samples)
+    (micros,) = _planned(model, samples, token_budget)
+    for indices in micros:
+        micro = pack(samples, indices, np.ones(len(samples)), device=model.device)
+        with torch.no_grad():
+            score_T = scores(model, micro).cpu().numpy()
+        ends = np.cumsum([int(samples[i].mask.sum()) for i in indices])[:-1]
+        for i, part in zip(indices, np.split(score_T, ends), strict=True):
+            found[i] = part
+    return found
+
+
 class ScoringState:
     """A scoring model in training. With a process `group` every rank steps on the same samples."""
 
@@ -117,15 +136,7 @@ class ScoringState:
 
     def values(self, samples: Sequence[Sample]) -> list[npt.NDArray[np.float32]]:
         """The scores of each sample's trained tokens; every rank computes all of them."""
-        found = [np.zeros(0, np.float32)] * len(samples)
-        for indices in self._micros(samples, ranks=1, rank=0):
-            micro = pack(samples, indices, np.ones(len(samples)), device=self.model.device)
-            with torch.no_grad():
-                score_T = scores(self.model, micro).cpu().numpy()
-            ends = np.cumsum([int(samples[i].mask.sum()) for i in indices])[:-1]
-            for i, part in zip(indices, np.split(score_T, ends), strict=True):
-                found[i] = part
-        return found
+        return sample_scores(self.model, samples, token_budget=self._budget)
 
     def step(self, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One update on the mean over tokens of `objective(scores_T, tokens)` [T]; loss, norm and rate.
@@ -137,7 +148,8 @@ class ScoringState:
         ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
         total = torch.zeros((), dtype=torch.float64, device=self.model.device)
         self._descent.clear()
-        for indices in self._micros(samples, ranks=ranks, rank=rank):
+        shares = _planned(self.model, samples, self._budget, ranks=ranks, together=self._together)
+        for indices in shares[rank]:
             micro = pack(samples, indices, weights, device=self.model.device)
             loss = (objective(scores(self.model, micro), micro.tokens) * micro.tokens.weights_T).sum()
             torch.autograd.backward(loss)
@@ -148,7 +160,9 @@ class ScoringState:
         self.version += 1
         return metrics
 
-    def _micros(self, samples: Sequence[Sample], *, ranks: int, rank: int) -> Sequence[Sequence[int]]:
-        check_samples(samples, context=getattr(self.model.config, "max_position_embeddings", None))
-        inputs = [read(s) for s in samples]
-        return plan(inputs, token_budget=self._budget, ranks=ranks, together=self._together)[rank]
+
+def _planned(
+    model: PreTrainedModel, samples: Sequence[Sample], budget: int, *, ranks: int = 1, together: int = 1
+) -> Plan:
+    check_samples(samples, context=getattr(model.config, "max_position_embeddings", None))
+    return plan([read(s) for s in samples], token_budget=budget, ranks=ranks, together=together)

@@ -67,6 +67,7 @@ class Trainer:
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
         yield from self.weights.problems()
+        yield from self.optimizer.problems(steps=self.steps)
         loss = type(self.loss).__name__
         if self.aggregation == "fixed_length" and self.horizon is None:
             yield "aggregation=fixed_length needs horizon, the number of tokens to divide by"

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from arriero.components.packing import PackedTokens
-    from arriero.components.scoring_model import ScoringState
 
 Floats = npt.NDArray[np.float64]
 
@@ -63,6 +62,7 @@ class UtteranceCritic:
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
+        yield from self.optimizer.problems(steps=self.steps * self.updates)
         if view.ranks > 1:
             yield f"ranks={view.ranks}: a critic is one process; its values are of whole batches"
 
@@ -107,36 +107,36 @@ class _SoftCritic:
 
         from arriero.components.scoring_model import ScoringState, load_scorer
 
-        def state(model: Any) -> ScoringState:
-            return ScoringState(
-                model, optimizer=config.optimizer, steps=config.steps * config.updates,
-                token_budget=config.token_budget,
-            )  # fmt: skip
-
         model: Any = load_scorer(config.model, device=own_device())[0]
         weight: Tensor = model.score.weight
         # Two heads of zeros would be one critic for ever.
         noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             weight.copy_(0.1 * noise / weight.shape[1] ** 0.5)
-        self._gamma, self._tau = config.gamma, config.tau
-        self.online, self._slow = state(model), state(copy.deepcopy(model))
+        self._gamma, self._tau, self._budget = config.gamma, config.tau, config.token_budget
+        self._slow = copy.deepcopy(model)
+        self.online = ScoringState(
+            model, optimizer=config.optimizer, steps=config.steps * config.updates, token_budget=self._budget
+        )
 
     def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One update of the critic, and a step of its copy towards it."""
         import torch
 
+        from arriero.components.scoring_model import sample_scores
+
         inputs = [read_turns(s) for s in samples]
+        slow = sample_scores(self._slow, inputs, token_budget=self._budget)
         targets = [
             turn_targets(sample, *_values(v), gamma=self._gamma)
-            for sample, v in zip(samples, self._slow.values(inputs), strict=True)
+            for sample, v in zip(samples, slow, strict=True)
         ]
         told = [_with_targets(s, t) for s, t in zip(inputs, targets, strict=True)]
         metrics = self.online.step(told, _squared_error)
         with torch.no_grad():
             fast = self.online.model.parameters()
-            for slow, new in zip(self._slow.model.parameters(), fast, strict=True):
-                slow.lerp_(new, self._tau)
+            for held, new in zip(self._slow.parameters(), fast, strict=True):
+                held.lerp_(new, self._tau)
         return metrics
 
 

@@ -63,9 +63,12 @@ def whitened_tokens(
     """`whitened` over all tokens of a batch, given and returned by sequence.
 
     REINFORCE++ is this of the discounted returns of a batch, its baseline variant that of `group_advantage`
-    on every token (arXiv:2501.03262). Over tokens, so a long response counts for more.
+    on every token (arXiv:2501.03262). Over tokens, so a long response counts for more. A batch of fewer than
+    two tokens has no scale and stays as it is.
     """
     arrays = [np.asarray(a, dtype=np.float64) for a in advantages]
+    if sum(map(len, arrays)) < 2:
+        return arrays
     ends = np.cumsum([len(a) for a in arrays])[:-1]
     return [np.asarray(part) for part in np.split(whitened(np.concatenate(arrays), ddof=ddof, eps=eps), ends)]
 
