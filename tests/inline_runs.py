@@ -11,9 +11,10 @@ from arriero.components.prompts import PromptSource
 from arriero.components.rewards import Function
 from arriero.components.sampling import Sampling
 from arriero.engine.graph import Graph
+from arriero.launchers.cli import main
 from arriero.launchers.launch import inline
 from arriero.launchers.options import LaunchOptions
-from arriero.launchers.rundir import create
+from arriero.launchers.rundir import RunDir, create
 from arriero.schemas.messages import Prompt, Rollout
 from arriero.schemas.run import RunOptions
 from tests.tiny_models import save_tiny_llama, tiny_llama, tiny_tokenizer
@@ -74,3 +75,14 @@ def steps_of(graph: Graph, path: Path, *, seed: int = 7) -> list[dict[str, Any]]
     options = RunOptions(run_id=path.name, seed=seed, deterministic=True, wait_bound_s=60)
     assert inline(spec, options, run, LaunchOptions(quiet=True)) == 0
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def recorded_grpo(path: Path, *words: str) -> RunDir:
+    """Three recorded steps of GRPO on four groups of four responses, begun by the command; and its model."""
+    policy_gradient_fields(path)
+    command = ["run", "grpo", "--model", str(path / "tiny"), "--data", str(path / "sums.jsonl")]
+    command += ["--reward", "function", "--reward.function", "tests.inline_runs:share_of_threes"]
+    command += ["--reward.isolate", "false", "--sampling.max-new-tokens", "5", "--steps", "3"]
+    command += ["--groups-per-step", "4", "--samples", "4", "--slots", "16", "--run-dir", str(path / "run")]
+    assert main([*command, "--inline", "--quiet", "--wait-bound-s", "60", *words]) == 0
+    return RunDir(path / "run")

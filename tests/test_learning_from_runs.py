@@ -19,7 +19,7 @@ from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.messages import Batch, Dropped, ScoredGroup
 from tests.drive import kept, outputs, stream
-from tests.inline_runs import policy_gradient_fields
+from tests.inline_runs import recorded_grpo
 from tests.lineage_runs import scored_group
 
 torch.set_num_threads(1)
@@ -31,23 +31,7 @@ def started(*words: str) -> int:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """Three steps of GRPO on four groups of four responses, and its model."""
-    path = tmp_path_factory.mktemp("source")
-    policy_gradient_fields(path)
-    words = [
-        "grpo",
-        "--model",
-        str(path / "tiny"),
-        "--data",
-        str(path / "sums.jsonl"),
-        "--reward",
-        "function",
-    ]
-    words += ["--reward.function", "tests.inline_runs:share_of_threes", "--reward.isolate", "false"]
-    words += ["--sampling.max-new-tokens", "5", "--steps", "3", "--groups-per-step", "4", "--samples", "4"]
-    words += ["--slots", "16", "--run-dir", str(path / "run")]
-    assert started(*words) == 0
-    return RunDir(path / "run")
+    return recorded_grpo(tmp_path_factory.mktemp("source"))
 
 
 LEARNERS = {
@@ -145,3 +129,17 @@ async def test_a_pair_is_the_best_response_and_then_the_worst() -> None:
     assert [s.reward for s in batch.samples] == [0.9, 0.1, 1.0, 0.0]
     assert [float(s.advantages[s.mask][0]) for s in batch.samples] == [1.0, -1.0, 1.0, -1.0]
     assert dropped.parent == groups[1].id
+
+
+async def test_a_record_written_as_lines_is_the_same_data(source: RunDir, tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    assert main(["export", str(source.path), "--to", "rollouts", "--out", str(file)]) == 0
+    run = kept(await outputs(RecordedRollouts(path=str(source.path), epochs=1, shuffle=False).run()))
+    lines = kept(await outputs(RecordedRollouts(path=str(file), epochs=1, shuffle=False).run()))
+    by_prompt = {(g.group.prompt.text, g.group.rollouts[0].tokens.tobytes()): g for g in lines}
+    for a in run:
+        b = by_prompt[a.group.prompt.text, a.group.rollouts[0].tokens.tobytes()]
+        assert [s.value for s in a.scores] == [s.value for s in b.scores]
+        for x, y in zip(a.group.rollouts, b.group.rollouts, strict=True):
+            assert x.tokens.tobytes() == y.tokens.tobytes()
+            assert x.logprobs.tobytes() == y.logprobs.tobytes()

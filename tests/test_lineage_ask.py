@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from arriero.components.recorded import RecordedRollouts
 from arriero.engine.lineage.queries import Questions
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.tables import NAMES, sql, table
@@ -16,7 +15,6 @@ from arriero.launchers.inputs import input_files, package_sha256
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.runs import differences, first_difference, read
 from arriero.schemas.graph import GraphSpec, NodeSpec
-from arriero.schemas.messages import ScoredGroup
 from tests.lineage_runs import recorded_run
 
 
@@ -107,24 +105,6 @@ def test_sql_and_arrow_give_the_same_rows(run: RunDir) -> None:
         "select version, avg(r.reward) from samples s join rollouts r on rollout = r.id group by 1 order by 1"
     )
     assert [row["version"] for row in sql(record, joined).to_pylist()] == [1, 2, 3, 4]
-
-
-async def test_a_record_is_data_for_another_run(
-    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "recorded.jsonl"
-    assert main(["lineage", str(run.path), "--export", str(file)]) == 0
-    assert "16 groups" in capsys.readouterr().out
-    source = RecordedRollouts(path=str(file), epochs=1, shuffle=False)
-    again = [group async for group in source.run()]
-    record = Lineage(str(run.path))
-    then = [record.group(name) for name, g in record.groups.items() if g.prompt.split == "train"]
-    for a, b in zip(again, then, strict=True):
-        assert isinstance(b, ScoredGroup)
-        assert [s.value for s in a.scores] == [s.value for s in b.scores]
-        for x, y in zip(a.group.rollouts, b.group.rollouts, strict=True):
-            assert x.tokens.tobytes() == y.tokens.tobytes()
-            assert x.logprobs.tobytes() == y.logprobs.tobytes()
 
 
 # --- runs -------------------------------------------------------------------------------------------------

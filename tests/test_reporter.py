@@ -61,7 +61,7 @@ class Recorded:
         await broker.declare((), (LEDGER_LOG,))
         reporter = Reporter(
             SPEC, RunOptions(run_id="r", max_dead_letters=allowed), self.run,
-            vitals=Vitals(SPEC), display=Quiet(), fail=self.failures.append,
+            vitals=Vitals(()), display=Quiet(), fail=self.failures.append,
         )  # fmt: skip
         following = asyncio.create_task(reporter.follow(broker))
         for event in events:
@@ -80,7 +80,7 @@ def test_every_event_stands_in_the_ledger_file_as_it_came(tmp_path: Path) -> Non
 
 
 def test_a_metric_that_is_not_finite_is_null_in_the_line_of_its_step() -> None:
-    line = json.dumps(step_line(trained(1, (0,), loss=float("nan"), grad_norm=float("inf")), Vitals(SPEC)))
+    line = json.dumps(step_line(trained(1, (0,), loss=float("nan"), grad_norm=float("inf")), Vitals(())))
     found = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert (found["loss"], found["grad_norm"]) == (None, None)
 
@@ -225,7 +225,7 @@ import sys
 from pathlib import Path
 from arriero.launchers.board import Board
 from arriero.launchers.rundir import RunDir
-board = Board(RunDir(Path(sys.argv[1])))
+board = Board(Path(sys.argv[1]) / "tensorboard")
 board.add_scalar("train/reward", 0.5, 1)
 board.close()
 assert "torch" not in sys.modules, "torch was imported"
@@ -244,7 +244,7 @@ from arriero.launchers.board import Board
 from arriero.launchers.rundir import RunDir
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-board = Board(RunDir(Path(sys.argv[1])))
+board = Board(Path(sys.argv[1]) / "tensorboard")
 try:
     for step in range(1000):
         board.add_scalar("train/reward", 0.5, step)

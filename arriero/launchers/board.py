@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Protocol, cast
-
-from arriero.launchers.rundir import RunDir
 
 _FLUSH_S = 5.0
 
@@ -27,9 +26,9 @@ class _Events(Protocol):
 
 
 class Board:
-    """One event file in the run's `tensorboard` folder. All methods raise OSError."""
+    """One event file in `folder`. All methods raise OSError."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, folder: Path) -> None:
         hide = "torch" not in sys.modules
         if hide:  # tensorboardX imports it if it can
             sys.modules["torch"] = None  # type: ignore[assignment]  # pyright: ignore[reportArgumentType]  # means: not there
@@ -38,15 +37,17 @@ class Board:
         finally:
             if hide:
                 del sys.modules["torch"]
-        run.tensorboard.mkdir(parents=True, exist_ok=True)
-        self._events = cast("_Events", EventsWriter(str(run.tensorboard / "events")))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = cast("_Events", EventsWriter(str(folder / "events")))
         self._flushed = time.monotonic()
 
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
+    def add_scalar(self, tag: str, value: float, step: int, time_s: float | None = None) -> None:
+        """At `time_s` in seconds since 1970; None: now."""
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  # made at import
         from tensorboardX.summary import scalar
 
-        self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(tag, value)))
+        at_s = time.time() if time_s is None else time_s
+        self._events.write_event(Event(wall_time=at_s, step=step, summary=scalar(tag, value)))
         if (now := time.monotonic()) - self._flushed > _FLUSH_S:
             self._events.flush()
             self._flushed = now

@@ -11,6 +11,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +37,20 @@ usage: arriero COMMAND ...
   runs [DIR|RUN RUN] [--where key=value]                 list runs; what differs between two
   lineage RUN --step N|--rollout ID|--prompt ID|...      what trained these weights; what became of a prompt
   audit RUN [--head HASH] [--json]                       check a run from its record alone
+  export RUN --to FORMAT [--out PATH]                    for OpenLineage, PROV, MLflow, W&B, ..., or as a page
   list                                                   the pipelines that come with arriero
   demo                                                   train a small model on this machine
   --version, --help
 
 PIPELINE is a name from `list`, a module (package.my_algo) or a file (path/to/my_algo.py)."""
 
+# Commands about runs that there are: each takes its words and what shows text.
+_ABOUT_RUNS = {
+    "runs": "runs:runs",
+    "lineage": "lineage:lineage",
+    "audit": "audit:audit",
+    "export": "exports.command:export",
+}
 OK, BROKEN, MISTAKE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
 
@@ -74,9 +84,7 @@ def _command(args: list[str]) -> int:
         "check": _check,
         "eval": _eval,
         "plan": _plan,
-        "runs": _runs,
-        "lineage": _lineage,
-        "audit": _audit,
+        **{name: partial(_about_runs, name) for name in _ABOUT_RUNS},
         "list": _list,
         "demo": _demo,
     }
@@ -188,22 +196,11 @@ def _list(args: list[str]) -> int:
     return _printed(lambda: "\n".join(f"{name:{width}}  {doc}".rstrip() for name, doc in found.items()))
 
 
-def _runs(args: list[str]) -> int:
-    from arriero.launchers.runs import runs
-
-    return runs(args, lambda text: _printed(lambda: text))
-
-
-def _lineage(args: list[str]) -> int:
-    from arriero.launchers.lineage import lineage
-
-    return lineage(args, lambda text: _printed(lambda: text))
-
-
-def _audit(args: list[str]) -> int:
-    from arriero.launchers.audit import audit
-
-    return audit(args, lambda text: _printed(lambda: text))
+def _about_runs(name: str, args: list[str]) -> int:
+    ask: Callable[[list[str], Callable[[str], int]], int]
+    module, function = _ABOUT_RUNS[name].split(":")
+    ask = getattr(import_module(f"arriero.launchers.{module}"), function)
+    return ask(args, lambda text: _printed(lambda: text))
 
 
 def _plan(args: list[str]) -> int:

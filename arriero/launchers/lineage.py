@@ -16,7 +16,6 @@ from arriero.engine.lineage.queries import Answer, PromptRow, Questions, Rollout
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.manifest import Ancestor
-from arriero.schemas.messages import Outcome, ScoredGroup
 
 USAGE = """\
 usage: arriero lineage RUN [QUESTION] [--json] [--picture FILE.mmd|FILE.svg] [--limit N]
@@ -25,12 +24,11 @@ usage: arriero lineage RUN [QUESTION] [--json] [--picture FILE.mmd|FILE.svg] [--
   --rollout ID           the steps that a rollout (GROUP/NUMBER) or a group went into
   --prompt ID            what became of a prompt;  --row N  of a row of the data, in all epochs
   --weights FINGERPRINT  the step that made these weights (or its first six digits, or the version)
-  --export FILE.jsonl    its scored training groups, as data for a graph that learns from recorded rollouts
   --sql QUERY            over the tables steps, rollouts, samples, prompts, weights (needs arriero[lineage])
 
 RUN is a run directory or the URL of a record. Without a question: what the record holds."""
 
-_QUESTIONS = ("step", "rollout", "prompt", "row", "weights", "sql", "export")
+_QUESTIONS = ("step", "rollout", "prompt", "row", "weights", "sql")
 _SHOWN = 20
 
 
@@ -47,8 +45,6 @@ def lineage(args: Sequence[str], show: Callable[[str], int]) -> int:
         return show(_overview(record, ancestors(place)))
     if asked == ["sql"]:
         return show(_sql(record, given["sql"], as_json="json" in given))
-    if asked == ["export"]:
-        return show(_export(record, Path(given["export"])))
     answer = _ask(Questions(record), asked[0], given[asked[0]])
     if "picture" in given:
         _write_picture(answer, Path(given["picture"]))
@@ -135,23 +131,6 @@ def _sql(record: Lineage, query: str, *, as_json: bool) -> str:
         return json.dumps(found.to_pylist(), indent=2, default=str)
     rows = [[str(v) for v in row.values()] for row in found.to_pylist()]
     return text_table(list(found.column_names), rows)
-
-
-def _export(record: Lineage, path: Path) -> str:
-    from arriero.components.recorded import write_recorded
-
-    names = [
-        name
-        for name, g in record.groups.items()
-        if g.prompt.split == "train" and g.scores and name not in record.redacted
-        if any(outcome in (Outcome.OK, Outcome.WRONG) for outcome in g.scores.outcomes)
-    ]
-    groups = (group for name in names if isinstance(group := record.group(name), ScoredGroup))
-    try:
-        write_recorded(path, groups)
-    except OSError as error:
-        raise UserError(f"--export {path}: {error.strerror}") from error
-    return f"{len(names)} groups in {path}"
 
 
 def _tables(answer: Answer, *, limit: int) -> str:

@@ -55,7 +55,7 @@ class Reporter:
         self._last = b""
         self._newest: Trained | None = None
         self._files: list[TextIO] = [run.ledger.open("a"), run.metrics.open("a")]
-        self._board = Board(run)
+        self._board = Board(run.tensorboard)
 
     async def follow(self, broker: Broker) -> None:
         """Take every event; ends only when that fails."""

@@ -45,7 +45,7 @@ class Run:
             "state": self.summary.state if self.summary else "unknown",
             "seed": self.manifest.seed,
         }
-        return own | dict(_flat(self.manifest.config))
+        return own | dict(flat(self.manifest.config))
 
 
 def runs(args: Sequence[str], show: Callable[[str], int]) -> int:
@@ -136,11 +136,12 @@ def _matches(run: Run, key: str, wanted: str) -> bool:
     return wanted in (str(value), json.dumps(value))
 
 
-def _flat(value: Mapping[str, JsonValue], before: str = "") -> list[tuple[str, JsonValue]]:
+def flat(value: Mapping[str, JsonValue], before: str = "") -> list[tuple[str, JsonValue]]:
+    """The values of a configuration by dotted key."""
     found: list[tuple[str, JsonValue]] = []
     for key, inner in value.items():
         if isinstance(inner, dict) and inner:
-            found += _flat(inner, f"{before}{key}.")
+            found += flat(inner, f"{before}{key}.")
         else:
             found.append((f"{before}{key}", inner))
     return found

@@ -1,0 +1,169 @@
+"""A run in the forms of other programs, each read back by the program's own library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from uuid import NAMESPACE_URL, uuid5
+
+import pytest
+
+from arriero.launchers.cli import main
+from arriero.launchers.exports.command import FORMATS
+from arriero.launchers.exports.subject import subject
+from arriero.launchers.rundir import RunDir
+from tests.inline_runs import recorded_grpo
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return recorded_grpo(tmp_path_factory.mktemp("exported"))
+
+
+def exported(run: RunDir, kind: str, out: Path) -> Path:
+    assert main(["export", str(run.path), "--to", kind, "--out", str(out)]) == 0
+    return out
+
+
+# What the specification demands of a run event, https://openlineage.io/spec/2-0-2/OpenLineage.json.
+FACETS = {
+    "type": "object",
+    "additionalProperties": {
+        "type": "object",
+        "required": ["_producer", "_schemaURL"],
+        "properties": {"_producer": {"format": "uri"}, "_schemaURL": {"format": "uri"}},
+    },
+}
+DATASETS = {
+    "type": "array",
+    "items": {"type": "object", "required": ["namespace", "name"], "properties": {"facets": FACETS}},
+}
+RUN_EVENT = {
+    "type": "object",
+    "required": ["eventTime", "producer", "schemaURL", "run", "job"],
+    "properties": {
+        "eventType": {"enum": ["START", "RUNNING", "COMPLETE", "ABORT", "FAIL", "OTHER"]},
+        "eventTime": {"type": "string", "format": "date-time"},
+        "producer": {"type": "string", "format": "uri"},
+        "run": {
+            "type": "object",
+            "required": ["runId"],
+            "properties": {"runId": {"type": "string", "format": "uuid"}, "facets": FACETS},
+        },
+        "job": {"type": "object", "required": ["namespace", "name"], "properties": {"facets": FACETS}},
+        "inputs": DATASETS,
+        "outputs": DATASETS,
+    },
+}
+
+
+def test_openlineage_events_are_valid_and_their_facets_those_of_the_client(
+    run: RunDir, tmp_path: Path
+) -> None:
+    jsonschema: Any = import_module("jsonschema")
+    facets: Any = import_module("openlineage.client.facet_v2")
+    out = exported(run, "openlineage", tmp_path / "events.jsonl")
+    events = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [e["eventType"] for e in events] == ["START", "COMPLETE"]
+    manifest = run.read_manifest()
+    for event in events:
+        jsonschema.validate(event, RUN_EVENT, format_checker=jsonschema.FormatChecker())
+        assert event["run"]["runId"] == str(uuid5(NAMESPACE_URL, manifest.run_id))
+        assert str(run.path.parent / "sums.jsonl") in [i["name"] for i in event["inputs"]]
+        known = {"processing_engine", "executionParameters", "tags"}
+        assert {*event["run"]["facets"]} == known
+    made = {o["name"]: o["facets"].get("version", {}) for o in events[1]["outputs"]}
+    assert made[str(run.lineage)]["datasetVersion"] == subject(str(run.path)).head
+    given = {p["key"]: p["value"] for p in events[0]["run"]["facets"]["executionParameters"]["parameters"]}
+    assert given["groups_per_step"] == "4"
+    again = facets.job_type_job.JobTypeJobFacet(
+        **{k: v for k, v in events[0]["job"]["facets"]["jobType"].items() if not k.startswith("_")}
+    )
+    assert again.jobType == "TRAINING"
+
+
+def test_prov_names_the_batch_and_the_weights_of_every_step(run: RunDir, tmp_path: Path) -> None:
+    model: Any = import_module("prov.model")
+    out = exported(run, "prov", tmp_path / "prov.json")
+    document = model.ProvDocument.deserialize(str(out), format="json")
+    derived = list(document.get_records(model.ProvDerivation))
+    assert len(derived) == 3
+    text = json.loads(out.read_text())
+    assert len(text["activity"]) == 4
+    versions = sorted(
+        e["arriero:version"]["$"] if isinstance(e["arriero:version"], dict) else e["arriero:version"]
+        for k, e in text["entity"].items()
+        if "-weights-" in k
+    )
+    assert [int(v) for v in versions] == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_has_parameters_and_the_measures_of_every_step(run: RunDir, tmp_path: Path) -> None:
+    out = exported(run, "mlflow", tmp_path / "mlflow")
+    mlflow: Any = import_module("mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{out / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("grpo")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.status == "FINISHED"
+    assert found.data.params["optimizer.lr"] == "1e-06"
+    losses = client.get_metric_history(found.info.run_id, "train/loss")
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [(m.step, m.value) for m in losses] == [(n["step"], n["loss"]) for n in lines]
+    assert {f.path for f in client.list_artifacts(found.info.run_id)} == {"manifest.json", "summary.json"}
+    assert main(["export", str(run.path), "--to", "mlflow", "--out", str(out)]) == 2  # twice
+
+
+def test_wandb_keeps_an_offline_run(run: RunDir, tmp_path: Path) -> None:
+    # In a process of its own: its service outlives the call.
+    command = [sys.executable, "-m", "arriero.launchers.cli", "export", str(run.path), "--to", "wandb"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.rglob("run-*.wandb")
+    assert file.stat().st_size > 1000
+    assert b"train/loss" in file.read_bytes()
+
+
+def test_tensorboard_has_every_measure(run: RunDir, tmp_path: Path) -> None:
+    out = exported(run, "tensorboard", tmp_path / "board")
+    (file,) = out.iterdir()
+    assert file.read_bytes().count(b"train/loss") == 3
+
+
+def test_the_card_tells_what_the_run_was_made_of_and_how_to_prove_it(run: RunDir, tmp_path: Path) -> None:
+    page = exported(run, "card", tmp_path / "card.md").read_text()
+    about = subject(str(run.path))
+    for word in (
+        about.manifest.run_id, about.head, "| `groups_per_step` | `4` | command line |", "sums.jsonl",
+        about.manifest.package_sha256[:16], "12 trained",
+    ):  # fmt: skip
+        assert word in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to", "word"], f"--to word: one of {', '.join(FORMATS)}"),
+        ([], "--to FORMAT: one of"),
+        (["--form", "card"], "unknown option --form"),
+        (["--to"], "--to needs a value"),
+    ],
+)
+def test_a_wrong_export_is_refused_in_one_line(
+    run: RunDir, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run.path), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_directory_that_is_no_run_is_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(tmp_path), "--to", "card"]) == 2
+    assert "no manifest.json" in capsys.readouterr().err
