@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from arriero.components.engine_layout import engine_layouts
 from arriero.components.generator import Generator
 from arriero.components.policy import load_tokenizer
 from arriero.components.rollout_engine import Completion, Request, RolloutEngine, open_engine
@@ -71,7 +72,10 @@ def rig(
         run_id=f"test-{uuid4().hex[:8]}", run_dir=Path(), node="generator", replica=0, rank=0, ranks=1,
         seed=5, deterministic=deterministic, staleness=1, loop="weights",
     )  # fmt: skip
-    sender = WeightSender(context.weights_url, state_of(like or loaded(Path(config.model))))
+    model = like or loaded(Path(config.model))
+    state = state_of(model)
+    parts = engine_layouts(model.config, state, {config.weight_ranks()})
+    sender = WeightSender(context.weights_url, state, receivers=parts)
     engine = open_engine(config, context, load_tokenizer(config.model))
     try:
         yield Rig(engine, sender)

@@ -19,6 +19,7 @@ from arriero.engine.runtime.context import weights_url
 from arriero.engine.weights import WeightError
 from arriero.engine.weights.shm import Segment
 from arriero.launchers.rundir import RunDir
+from tests.engines import needs_vllm
 from tests.inline_runs import saved
 from tests.tiny_models import tiny_llama
 
@@ -47,10 +48,10 @@ def start(tmp_path: Path) -> Start:
     return begin
 
 
-def ended(process: subprocess.Popen[str]) -> str:
-    """What a run that ends well within four minutes says of its troubles."""
+def ended(process: subprocess.Popen[str], within_s: float = 240) -> str:
+    """What a run that ends well in time says of its troubles."""
     try:
-        _, errors = process.communicate(timeout=240)
+        _, errors = process.communicate(timeout=within_s)
     finally:
         process.kill()
     assert process.returncode == 0, errors
@@ -107,3 +108,21 @@ def test_two_ranks_publish_together_to_generators_that_know_the_secret_of_the_ru
     assert [s["step"] for s in steps] == [1, 2, 3, 4, 5]
     assert all(s["fresh_tokens"] == s["tokens"] for s in steps)
     assert all(s["fresh_mismatch_max"] < 1e-4 for s in steps)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_split_ranks_send_two_generators_on_two_processes_each_the_parts_that_they_store(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start(
+        64, 2, "--ranks", "2", "--training.shards", "2", "--staleness", "1", "--weights.transport", "gloo",
+        "--engine", "vllm", "--vllm.tensor-parallel", "2", "--vllm.kv-cache-bytes", str(32 << 20),
+    )  # fmt: skip
+    assert "has not taken its last weights" not in ended(process, 500)
+    steps = steps_of(tmp_path / "run")
+    assert [s["step"] for s in steps] == [1, 2, 3, 4, 5]
+    fresh = [s for s in steps if s.get("fresh_tokens")]
+    assert fresh
+    assert all(s["fresh_mismatch_max"] < 1e-4 for s in fresh)

@@ -70,13 +70,13 @@ class Crew:
         self.senders = [Role(make, setting, rank, meeting) for rank in ranks]
         for sender in self.senders:
             sender.answer(60.0)
-        self._url = self.senders[0].ask("address")
+        self.url = self.senders[0].ask("address")
         self._receivers: list[Role] = []
 
     def receivers(self, *names: str) -> list[Role]:
         """One process for each name: <kind>-<which>/<rank>, e.g. tp2-0/1."""
         fresh = [
-            Role(Receiver, self.setting, self._url, name, name.split("-")[0], int(name.split("/")[1]))
+            Role(Receiver, self.setting, self.url, name, name.split("-")[0], int(name.split("/")[1]))
             for name in names
         ]
         self._receivers += fresh

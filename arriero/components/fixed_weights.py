@@ -64,9 +64,14 @@ class FixedWeights:
                 await compute(sender.close)
 
     def _publish(self, context: Context) -> tuple[WeightSender, Weights]:
+        from arriero.components.engine_layout import engine_layouts
         from arriero.components.policy import load_model
+        from arriero.components.trained_weights import TrainedWeights
+        from arriero.components.training_options import Average
         from arriero.engine.weights import WeightSender
 
-        tensors = dict(load_model(self.model).state_dict())
-        sender = WeightSender(context.weights_url, tensors, slots=2)
+        model = load_model(self.model)
+        tensors = TrainedWeights(model, Average()).raw()
+        receivers = engine_layouts(model.config, tensors, context.parts)
+        sender = WeightSender(context.weights_url, tensors, receivers=receivers, slots=2)
         return sender, Weights(version=0, manifest=sender.publish(0, tensors))

@@ -73,6 +73,9 @@ class Generator:
     def want(self) -> int:
         return max(1, self.slots // self.group_size)
 
+    def weight_ranks(self) -> int:
+        return self.vllm.tensor_parallel
+
     def puts_back(self) -> int:
         return self.stragglers.backlog(self.want())
 

@@ -81,14 +81,17 @@ class Publisher:
     def _open(self, context: Context) -> WeightSender:
         import torch.distributed as dist
 
+        from arriero.components.engine_layout import engine_layouts
         from arriero.engine.weights import GroupRanks, WeightSender
 
         plane = self._plane
         untyped: Any = dist  # `new_group` is annotated only in part
+        tensors = self._tensors()
         return WeightSender(
             plane.store or context.weights_url,
-            self._tensors(),
+            tensors,
             GroupRanks(untyped.new_group(backend="gloo")) if context.ranks > 1 else None,
+            receivers=engine_layouts(self._state.model.config, tensors, context.parts),
             transport=plane.transport,
             slots=context.staleness + 2,
             lease_timeout_s=plane.lease_timeout_s,

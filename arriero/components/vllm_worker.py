@@ -4,6 +4,7 @@ vLLM mixes `WeightIntake` into its worker class, in this process or in those of 
 `collective_rpc` calls it between two decoding steps. A version arrives in host memory first, verified, and
 then goes layer by layer into the kernels' own tensors (packed, fused, split over ranks), which stay where
 they are: CUDA graphs and running requests remain valid. If it can't be received, the model is as before.
+With tensor parallelism each worker receives what it stores, and nothing else.
 
 vLLM is imported by name: without it, types and imports of this package are still whole.
 """
@@ -13,15 +14,18 @@ vLLM is imported by name: without it, types and imports of this package are stil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from arriero.components.engine_layout import engine_layout
 from arriero.components.head_padding import HeadPadding
+from arriero.components.vllm_parts import Part
 from arriero.engine.weights import WeightError, WeightReceiver
+from arriero.schemas.layouts import RankLayout
 from arriero.schemas.weights import WeightManifest
 
 
@@ -35,7 +39,11 @@ class WeightIntake:
 
     def open_intake(self, name: str, secret: bytes, padding: HeadPadding | None) -> None:
         """Prepare for `take_weights`; `name` is what the sender calls this generator if it gets stuck."""
-        self._arriero = _Intake(WeightReceiver(f"{name}/{self.rank}", secret), padding)
+        parallel = self.vllm_config.parallel_config
+        self._arriero = _Intake(
+            f"{name}/{self.rank}", secret, padding, self.vllm_config.model_config.hf_config,
+            parallel.tensor_parallel_size, self.rank % parallel.tensor_parallel_size,
+        )  # fmt: skip
         runner = self.model_runner
         if hasattr(runner, "_init_kv_zero_meta") and not hasattr(runner, "_kv_block_zeroer"):
             runner._init_kv_zero_meta()  # a worker process of its own: see `vllm_start`, zeroed cache blocks
@@ -57,23 +65,47 @@ class WeightIntake:
 
 
 class _Intake:
-    """The receiver and the host memory that versions arrive in, allocated once."""
+    """The receiver and the host memory that versions arrive in, allocated once.
 
-    def __init__(self, receiver: WeightReceiver, padding: HeadPadding | None) -> None:
-        self._receiver = receiver
+    `config` is that of the model, `rank` this worker's of `ranks`.
+    """
+
+    def __init__(
+        self, name: str, secret: bytes, padding: HeadPadding | None, config: Any, ranks: int, rank: int
+    ) -> None:
+        self._receiver = WeightReceiver(name, secret, self._stores if ranks > 1 else None)
         self._padding = padding
+        self._config, self._ranks, self._rank = config, ranks, rank
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._layout: RankLayout | None = None
         self._arrived: dict[str, Tensor] = {}
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
         if not self._arrived:
             self._arrived = self._receiver.tensors(manifest)
         self._receiver.receive(manifest, self._arrived)
+        starts = {s.name: s.pieces[0].start for s in self._layout.stored} if self._layout else {}
         for name, tensor in self._arrived.items():
-            yield name, tensor if self._padding is None else self._padding.widen(name, tensor)
+            wide = tensor if self._padding is None else self._padding.widen(name, tensor)
+            shape = self._shapes.get(name, tensor.shape)
+            if tuple(shape) == tuple(tensor.shape):
+                yield name, wide
+            else:
+                # Widened heads are so many times as long in the whole tensor, too.
+                times = [n // m if m else 1 for n, m in zip(wide.shape, tensor.shape, strict=True)]
+                whole = [n * t for n, t in zip(shape, times, strict=True)]
+                start = [n * t for n, t in zip(starts[name], times, strict=True)]
+                yield name, Part(name, wide, whole, start)
 
     def close(self) -> None:
         self._receiver.close()
         self._arrived.clear()
+
+    def _stores(self, shapes: Mapping[str, tuple[int, ...]]) -> RankLayout | None:
+        world = engine_layout(self._config, shapes, self._ranks)
+        self._shapes = shapes
+        self._layout = None if world is None else world.ranks[self._rank]
+        return self._layout
 
 
 def load(model: Any, vllm_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

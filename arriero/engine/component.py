@@ -68,6 +68,13 @@ class PutsBack(Protocol):
 
 
 @runtime_checkable
+class StoresParts(Protocol):
+    """A component that follows weights in several ranks, each of which stores a part: over how many."""
+
+    def weight_ranks(self) -> int: ...
+
+
+@runtime_checkable
 class HasLimit(Protocol):
     """A component that stops by itself after so many outputs (not counting a version 0); None: never."""
 

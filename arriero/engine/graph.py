@@ -30,6 +30,7 @@ from arriero.engine.component import (
     PerRecord,
     PutsBack,
     Rates,
+    StoresParts,
     each,
 )  # fmt: skip
 from arriero.engine.errors import GraphError, one_line
@@ -41,7 +42,8 @@ from arriero.schemas.messages import Record
 
 __all__ = [
     "Component", "Each", "Evaluation", "Graph", "GraphView", "HasEvaluation", "HasLimit", "HasProblems",
-    "HasRates", "HasRemarks", "HasWant", "Node", "PerRecord", "PutsBack", "Rates", "each", "ports",
+    "HasRates", "HasRemarks", "HasWant", "Node", "PerRecord", "PutsBack", "Rates", "StoresParts", "each",
+    "ports",
 ]  # fmt: skip
 
 P = ParamSpec("P")

@@ -27,6 +27,8 @@ class Context:
     staleness: int
     loop: str
     replicas: int = 1
+    parts: tuple[int, ...] = ()
+    """Of who closes a loop of weights: over how many ranks its followers split them, each number once."""
     secret: bytes = field(default=b"", repr=False)
     """Of the run; both ends of a connection of the weight plane prove that they know it."""
     count: Callable[[str, int], None] = lambda name, number: None

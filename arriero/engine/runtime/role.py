@@ -14,7 +14,7 @@ from typing import Any
 
 from arriero.engine.broker import Broker
 from arriero.engine.errors import UserError
-from arriero.engine.graph import Graph
+from arriero.engine.graph import Graph, StoresParts
 from arriero.engine.runtime.context import Context
 from arriero.engine.runtime.journal import Progress, announce
 from arriero.engine.runtime.node import LEAVE_S, NodeRunner
@@ -55,7 +55,9 @@ async def run_role(
     progress = Progress(spec, broker)
     world = World(rank, ranks, options.wait_bound_s)
     names = [n.name for n in spec.roles[role] if n.inputs or rank == 0]
-    contexts = {name: _context(spec, name, options, replica, rank, ranks, run_dir, secret) for name in names}
+    contexts = {
+        name: _context(spec, graph, name, options, replica, rank, ranks, run_dir, secret) for name in names
+    }
     runners = [_runner(graph, spec, name, broker, options, contexts[name], progress, world) for name in names]
     lag = _LoopLag()
     broker.start_pulse(
@@ -152,6 +154,7 @@ def _runner(
 
 def _context(
     spec: GraphSpec,
+    graph: Graph,
     name: str,
     options: RunOptions,
     replica: int,
@@ -162,12 +165,15 @@ def _context(
 ) -> Context:
     own = [loop.name for loop in spec.loops if loop.producer == name]
     followed = [i.source for i in spec.node(name).inputs if i.loop]
+    followers = [n.name for n in spec.nodes if any(i.loop and i.source in own for i in n.inputs)]
+    parts = [c.weight_ranks() for n in followers if isinstance(c := graph.nodes[n].component, StoresParts)]
     return Context(
         run_id=options.run_id,
         run_dir=run_dir,
         node=name,
         replica=replica,
         replicas=spec.node(name).replicas,
+        parts=tuple(sorted({number for number in parts if number > 1})),
         rank=rank,
         ranks=ranks,
         seed=options.seed,

@@ -3,7 +3,7 @@
 The senders choose a transport; its name is the scheme of the manifest's URL, by which receivers know it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from arriero.engine.weights.served import Serving
 from arriero.engine.weights.shm_transport import ShmInlet, ShmOutlet
 from arriero.engine.weights.store_transport import StoreInlet, StoreOutlet
 from arriero.engine.weights.transport import Inlet, Outlet
-from arriero.schemas.layouts import WorldLayout
+from arriero.schemas.layouts import RankLayout, WorldLayout
 from arriero.schemas.weights import TransportName, WeightManifest
 
 
@@ -59,6 +59,7 @@ class WeightSender:
 
     All ranks make it, and publish, together. DTensors are sent shard by shard, each by the rank that has it;
     what all ranks have is packed by one of them. With a `layout`, `tensors` are this rank's parts already.
+    `receivers`: layouts of those that store parts of tensors; those that store them whole need none.
     `host`, `secret`, `slots` and `lease_timeout_s` are those of `Serving`.
     """
 
@@ -69,6 +70,7 @@ class WeightSender:
         ranks: Ranks | None = None,
         *,
         layout: WorldLayout | None = None,
+        receivers: Mapping[str, WorldLayout] | None = None,
         transport: TransportName = "shm",
         slots: int = 2,
         lease_timeout_s: float | None = None,
@@ -78,7 +80,7 @@ class WeightSender:
         self._ranks = ranks = ranks or OneRank()
         if layout is None:
             layout = gathered_layout(tensors, ranks) if ranks.size > 1 else replicated_layout(tensors)
-        plan = plan_weights(layout)
+        plan = plan_weights(layout, receivers)
         serving = Serving(secret=secret, host=host, slots=slots, lease_timeout_s=lease_timeout_s)
         outlet = open_outlet(transport, url, plan, ranks, serving)
         self.shards = ShardSender(outlet, plan, layout, ranks)
@@ -119,23 +121,34 @@ class WeightSender:
 class WeightReceiver:
     """A generator's end, whatever the transport. `name` is what the senders report, e.g. generator-0.
 
-    `secret` is the run's, which senders over a network ask for.
+    `secret` is the run's, which senders over a network ask for. `stores` gives what this rank stores of
+    tensors with these shapes; without it, or if it gives None, all of them, whole.
     """
 
-    def __init__(self, name: str, secret: bytes = b"") -> None:
-        self.name, self._secret = name, secret
+    def __init__(
+        self,
+        name: str,
+        secret: bytes = b"",
+        stores: Callable[[Mapping[str, tuple[int, ...]]], RankLayout | None] | None = None,
+    ) -> None:
+        self.name, self._secret, self._stores = name, secret, stores
         self._open: dict[str, tuple[Inlet, ShardReceiver]] = {}
 
     def tensors(self, manifest: WeightManifest) -> dict[str, Tensor]:
-        """New tensors, not filled, that this version would fit into without a cast."""
-        plan = self._ends(manifest)[0].plan(manifest.session)
+        """New tensors, not filled, that what this rank stores would fit into without a cast."""
+        inlet, receiver = self._ends(manifest)
+        plan = inlet.plan(manifest.session)
+        if receiver.layout is None:
+            sizes = {name: (shape, name) for name, shape in plan.tensors.items()}
+        else:
+            sizes = {s.name: (s.shape, s.pieces[0].tensor) for s in receiver.layout.stored}
         return {
-            name: torch.empty(shape, dtype=TORCH_DTYPES[plan.dtypes[name]])
-            for name, shape in plan.tensors.items()
+            name: torch.empty(shape, dtype=TORCH_DTYPES[plan.dtypes[tensor]])
+            for name, (shape, tensor) in sizes.items()
         }
 
     def receive(self, manifest: WeightManifest, into: Mapping[str, Tensor]) -> None:
-        """As `ShardReceiver.receive`, of whole tensors under the names that are sent.
+        """As `ShardReceiver.receive`, of what this rank stores; whole tensors under the names that are sent.
 
         A further name for a received tensor (tied) is allowed.
         """
@@ -152,5 +165,6 @@ class WeightReceiver:
                 inlet = open_inlet(manifest.url, self.name, self._secret)
             except OSError as error:
                 raise WeightError(f"{self.name} can't reach {manifest.url}: {error}") from error
-            self._open[manifest.url] = inlet, ShardReceiver(inlet)
+            layout = self._stores(inlet.plan(manifest.session).tensors) if self._stores else None
+            self._open[manifest.url] = inlet, ShardReceiver(inlet, layout)
         return self._open[manifest.url]

@@ -40,7 +40,7 @@ class ShardReceiver:
     """One receiver rank's end. `layout` is what it stores; without it, every tensor that is sent, whole."""
 
     def __init__(self, inlet: Inlet, layout: RankLayout | None = None, *, threads: int | None = None) -> None:
-        self._inlet, self._layout = inlet, layout
+        self._inlet, self.layout = inlet, layout
         self._plan: Plan | None = None
         self._threads = ThreadPoolExecutor(threads or default_threads(), "arriero-land")
         self._staging = Staging()
@@ -132,7 +132,7 @@ class ShardReceiver:
 
     def _to_land(self, into: Mapping[str, Tensor]) -> list[tuple[Span, tuple[Landing, ...]]]:
         assert self._plan is not None, "a plan comes first"
-        layout = self._layout or whole_layout(self._plan, into)
+        layout = self.layout or whole_layout(self._plan, into)
         check_shards(layout, into, "received", cast=True)
         check_writable(into)
         return landing_spans(self._plan.landings(layout), into)

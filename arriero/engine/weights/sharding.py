@@ -32,16 +32,20 @@ class _Part:
     box: Box
 
 
-def llama_layout(shape: LlamaShape, parallel: Parallelism) -> WorldLayout:
+def llama_layout(
+    shape: LlamaShape, parallel: Parallelism, tensors: Mapping[str, Sequence[int]] | None = None
+) -> WorldLayout:
     """Every rank's tensors of a Llama. Raises WeightError if heads or columns don't divide by `tensor`.
+
+    `tensors`: names and shapes of a relative that adds biases or norms; without them, those of a Llama.
 
     Query heads, key-value heads, gate, up and vocabulary are split by output (rows of the weight), o_proj and
     down_proj by input (columns); fewer key-value heads than ranks are repeated. Source: Megatron-LM,
     arXiv:1909.08053, section 3; fused and padded as vLLM's `linear.py` and `vocab_parallel_embedding.py` do.
     """
     _check_divides(shape, parallel)
-    tensors = tuple(LogicalTensor(name=name, shape=size) for name, size in _llama_tensors(shape))
-    sizes = {tensor.name: tensor.shape for tensor in tensors}
+    named = _llama_tensors(shape) if tensors is None else tensors.items()
+    sizes = {name: tuple(size) for name, size in named}
     ranks: list[RankLayout] = []
     for _, shard, rank in product(range(parallel.replicas), range(parallel.fsdp), range(parallel.tensor)):
         stored = [
@@ -49,7 +53,8 @@ def llama_layout(shape: LlamaShape, parallel: Parallelism) -> WorldLayout:
             for name, parts, rows in _llama_rank(shape, sizes, parallel, rank)
         ]
         ranks.append(RankLayout(stored=tuple(stored)))
-    return WorldLayout(tensors=tensors, ranks=tuple(ranks))
+    logical = tuple(LogicalTensor(name=name, shape=size) for name, size in sizes.items())
+    return WorldLayout(tensors=logical, ranks=tuple(ranks))
 
 
 def fsdp_rows(rows: int, shard: int, shards: int) -> tuple[int, int]:
