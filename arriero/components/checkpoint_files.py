@@ -9,14 +9,17 @@ Through torch.distributed.checkpoint, in its safetensors form: nothing in the fi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from arriero.components.random_state import RANDOM, restore_random_state
+
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import Tensor
 
     from arriero.components.training import TrainState
@@ -26,46 +29,70 @@ _COUNTERS = ("updates", "version")
 
 def write_checkpoint(state: TrainState, directory: Path) -> None:
     """Write all that `read_checkpoint` needs; all ranks call it together. FileExistsError if not empty."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
     if directory.is_dir() and any(directory.glob("*.safetensors")):
         raise FileExistsError(f"{directory} holds a checkpoint already; write into an empty directory")
     directory.mkdir(parents=True, exist_ok=True)
+    write_tensors(state.checkpoint(), directory, state.group)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], directory: Path, group: dist.ProcessGroup | None) -> None:
+    """The same for tensors that `state.checkpoint()` gave, and others beside them."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     untyped: tuple[Any, Any] = (dcp, HuggingFaceStorageWriter)
     writer = untyped[1](path=str(directory), save_distributed=True)
     with _quiet():
-        untyped[0].save(_stored(state.checkpoint()), storage_writer=writer)
+        untyped[0].save(_stored(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def written_by(rank: int, directory: Path) -> list[str]:
+    """The names of the files that `rank` has written."""
+    return sorted(path.name for path in directory.glob(f"shard-{rank + 1:05}-*.safetensors"))
 
 
 def read_checkpoint(state: TrainState, directory: Path) -> None:
     """Take over what was written, by as many ranks and shards as there were; all ranks call it together.
 
     FileNotFoundError for a directory without a checkpoint; ValueError, naming a tensor, for one of another
-    model or optimizer.
+    model or optimizer. The states of random generators are those of this rank; a rank that there wasn't
+    keeps its own.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     if not any(directory.glob("*.safetensors")):
         raise FileNotFoundError(f"{directory} holds no checkpoint: no *.safetensors in it")
-    untyped: tuple[Any, Any] = (dcp, HuggingFaceStorageReader)
-    reader = untyped[1](path=str(directory))
+    untyped: Any = HuggingFaceStorageReader
+    held = untyped(path=str(directory)).read_metadata().state_dict_metadata
     counted = _stored({name: torch.tensor(0) for name in _COUNTERS})
-    with _quiet():
-        untyped[0].load(counted, storage_reader=reader)
+    _read(counted, directory, state.group)
     tensors = _stored(state.blank(int(counted["updates"])))
-    held = set(reader.read_metadata().state_dict_metadata)
-    if missing := sorted(tensors.keys() - held):
+    if missing := sorted(tensors.keys() - held.keys()):
         raise ValueError(
             f"the checkpoint {directory} lacks {len(missing)} of {len(tensors)} tensors: {missing[:3]}"
         )
-    with _quiet():
-        untyped[0].load(tensors, storage_reader=untyped[1](path=str(directory)))
+    rank = 0 if state.group is None else state.group.rank()
+    random = {
+        name: torch.empty(held[name].size, dtype=held[name].properties.dtype)
+        for name in held
+        if name.startswith(f"{RANDOM}{rank}.")
+    }
+    _read(tensors | random, directory, state.group)
     state.restore(tensors)
+    restore_random_state(random, rank)
 
 
-def _stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _read(tensors: dict[str, Tensor], directory: Path, group: dist.ProcessGroup | None) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    untyped: tuple[Any, Any] = (dcp, HuggingFaceStorageReader)
+    reader = untyped[1](path=str(directory))
+    with _quiet():
+        untyped[0].load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Counters as vectors of one number: the files hold no scalars."""
     return {name: t.reshape(1) if name in _COUNTERS else t for name, t in tensors.items()}
 

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.chat import ChatFormat
+from arriero.components.checkpoints import Checkpoints
 from arriero.components.generator import Generator
 from arriero.components.losses import Aggregation, Loss
 from arriero.components.mismatch import MismatchGate
@@ -54,6 +55,7 @@ class SampledConfig:
     stragglers: Stragglers = field(default_factory=Stragglers)
     mismatch: MismatchGate = field(default_factory=MismatchGate)
     weights: WeightPlane = field(default_factory=WeightPlane)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     def generator(self) -> Generator:
         return Generator(
@@ -75,6 +77,7 @@ class SampledConfig:
             model=self.model, loss=loss, steps=self.steps, optimizer=self.optimizer, aggregation=aggregation,
             horizon=horizon, minibatches=minibatches, epochs=epochs, token_budget=self.token_budget,
             training=self.training, mismatch=self.mismatch, weights=self.weights,
+            checkpoints=self.checkpoints,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.checkpoints import Checkpointer, Checkpoints
 from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.mismatch import MismatchGate
@@ -58,6 +59,7 @@ class Trainer:
     training: TrainingOptions = field(default_factory=TrainingOptions)
     mismatch: MismatchGate = field(default_factory=MismatchGate)
     weights: WeightPlane = field(default_factory=WeightPlane)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     save: bool = True
     computes: ClassVar[bool] = True
 
@@ -67,6 +69,7 @@ class Trainer:
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
         yield from self.weights.problems()
+        yield from self.checkpoints.problems()
         yield from self.optimizer.problems(steps=self.steps)
         loss = type(self.loss).__name__
         if self.aggregation == "fixed_length" and self.horizon is None:
@@ -105,14 +108,18 @@ class Trainer:
         with ComputeThread("trainer") as compute:
             state = await compute(self._load, context.ranks, bool(context.loop))
             publish = await compute(Publisher, state, self.weights, context)
+            checkpoint = await compute(Checkpointer, state, self.checkpoints, context)
             yield await compute(publish, 0, {})
             async for batch in batches:
                 metrics = await compute(state.step, batch)
                 if self.mismatch.check(state.version - 1, metrics):
                     context.count("mismatch_warnings", 1)
-                yield await compute(publish, state.version, metrics)
+                weights = await compute(publish, state.version, metrics)
+                await compute(checkpoint)
+                yield weights
                 if state.version == self.steps:
                     break
+            await compute(checkpoint.close, last=True)
             if self.save:
                 await compute(state.save, context.run_dir / "model")
             await compute(publish.close)

@@ -88,7 +88,7 @@ class TrainState:
         self._token_budget = token_budget
         self._aggregation: tuple[Aggregation, float] = (aggregation, horizon)
         self._updates = (minibatches, epochs)
-        self._group = group
+        self.group = group
         self._mismatch_bound = mismatch_bound
         self.options = options
         self._forward = prepared(model, options)
@@ -129,7 +129,7 @@ class TrainState:
         counts = np.array([s.mask.sum() for s in samples], dtype=np.int64)
         weights = sequence_weights(counts, aggregation, horizon=horizon)
         layout = self.options.packing
-        ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
+        ranks, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
         shares = plan(
             [read(s) for s in samples],
             token_budget=self._token_budget,
@@ -153,7 +153,7 @@ class TrainState:
 
     def save(self, directory: Path) -> None:
         """Write safetensors, config and tokenizer as `load_policy` reads them; every rank calls it."""
-        first = self._group is None or self._group.rank() == 0
+        first = self.group is None or self.group.rank() == 0
         self.weights.write(directory, first=first)
         if first:
             save_description(self.model, self.tokenizer, directory)
@@ -225,7 +225,7 @@ class TrainState:
             with torch.no_grad():
                 clipped_T = self.loss.clipped(logprobs_T, micro.tokens)
                 measures.add(loss, logprobs_T, entropy_T, micro.tokens, clipped_T)
-        metrics = measures.totals(self._group, digest=digest)
+        metrics = measures.totals(self.group, digest=digest)
         metrics |= self._descent.update(metrics["loss"], version=self.version)
         self.weights.updated()
         return metrics

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.checkpoints import Checkpoints
 from arriero.components.losses import DPO
 from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.preferences import PreferenceBatch, PreferenceSource
@@ -32,6 +33,7 @@ class DPOConfig:
     ranks: PositiveInt = 1
     token_budget: PositiveInt = 8192
     training: TrainingOptions = field(default_factory=TrainingOptions)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
 
 def dpo(cfg: DPOConfig) -> Graph:
@@ -44,7 +46,7 @@ def dpo(cfg: DPOConfig) -> Graph:
     trainer = Trainer(
         model=cfg.model, loss=DPO(beta=cfg.beta, kind=cfg.kind), steps=cfg.steps, optimizer=cfg.optimizer,
         aggregation="sequence_mean", token_budget=cfg.token_budget,
-        training=cfg.training,
+        training=cfg.training, checkpoints=cfg.checkpoints,
     )  # fmt: skip
     g.add(trainer, ranks=cfg.ranks)(read)
     return g

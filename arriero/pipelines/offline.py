@@ -8,6 +8,7 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
+from arriero.components.checkpoints import Checkpoints
 from arriero.components.losses import AWR
 from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.recorded import RecordedRollouts
@@ -30,6 +31,7 @@ class OfflineConfig:
     ranks: PositiveInt = 1
     token_budget: PositiveInt = 8192
     training: TrainingOptions = field(default_factory=TrainingOptions)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
 
 def offline(cfg: OfflineConfig) -> Graph:
@@ -41,7 +43,7 @@ def offline(cfg: OfflineConfig) -> Graph:
     trainer = Trainer(
         model=cfg.model, loss=AWR(beta=cfg.beta, max_weight=cfg.max_weight), steps=cfg.steps,
         optimizer=cfg.optimizer, token_budget=cfg.token_budget,
-        training=cfg.training,
+        training=cfg.training, checkpoints=cfg.checkpoints,
     )  # fmt: skip
     g.add(trainer, ranks=cfg.ranks)(batches)
     return g

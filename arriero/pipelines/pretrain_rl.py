@@ -52,7 +52,7 @@ def pretrain_rl(cfg: PretrainRLConfig) -> Graph:
     batches = g.add(batcher, name="batch")(examples)
     trainer = Trainer(
         model=cfg.model, loss=CrossEntropy(), steps=stage.steps, optimizer=stage.optimizer,
-        token_budget=cfg.token_budget, training=cfg.training,
+        token_budget=cfg.token_budget, training=cfg.training, checkpoints=cfg.checkpoints,
     )  # fmt: skip
     g.add(trainer, ranks=cfg.ranks)(batches)
     return g

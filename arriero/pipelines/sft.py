@@ -7,6 +7,7 @@ from dataclasses import field
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.checkpoints import Checkpoints
 from arriero.components.losses import CrossEntropy
 from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.supervised import ExampleSource, SupervisedBatch
@@ -29,6 +30,7 @@ class SFTConfig:
     ranks: PositiveInt = 1
     token_budget: PositiveInt = 8192
     training: TrainingOptions = field(default_factory=TrainingOptions)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
 
 def sft(cfg: SFTConfig) -> Graph:
@@ -46,6 +48,7 @@ def sft(cfg: SFTConfig) -> Graph:
         optimizer=cfg.optimizer,
         token_budget=cfg.token_budget,
         training=cfg.training,
+        checkpoints=cfg.checkpoints,
     )
     g.add(trainer, ranks=cfg.ranks)(batches)
     return g

@@ -8,6 +8,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arriero.schemas.checkpoints import Frontier
+from arriero.schemas.ledger import Trained
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -35,6 +38,14 @@ class Context:
     """Add to a named counter of this node, shown in its status and in the summary."""
     measured: Callable[[str], float | None] = lambda record: None
     """Of a source: the share of right rollouts of a record of its own, once versions show it."""
+    made: tuple[Trained, ...] = ()
+    """Of a loop's producer: the steps that it had made when it started, if this isn't its first life."""
+    announced: int = -1
+    """Of a loop's producer: the newest version that its loop carries already."""
+    record_url: str = ""
+    """Where the lineage of the run is; empty without a record."""
+    frontier: Callable[[], Frontier] = Frontier
+    """Of a loop's producer: what the ledger says by now."""
 
     @property
     def weights_url(self) -> str:

@@ -1,0 +1,167 @@
+"""Where the checkpoints of a trainer stand, at any fsspec URL, and which of them count.
+
+    <url>/<version, nine digits>/shard-00001-model-....safetensors ...    written first, by all ranks
+    <url>/<version>/checkpoint.json                                       the mark, written last
+
+Killed at any moment, a checkpoint has no mark or one that names every file with its hash. What has no mark,
+or isn't what its mark says, is passed over, and said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from pydantic import ValidationError
+
+from arriero.schemas.checkpoints import CheckpointFile, CheckpointMark
+
+MARK = "checkpoint.json"
+_DIGITS = 9
+_log = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints at `url`. Looking needs no torch; the files are what `checkpoint_files` writes."""
+
+    def __init__(self, url: str) -> None:
+        found: Any = fsspec
+        self._fs, root = found.url_to_fs(url)
+        self._root = str(root).rstrip("/")
+        protocol: Any = self._fs.protocol
+        self.local = "file" in ({protocol} if isinstance(protocol, str) else {*protocol})
+
+    def place(self, version: int) -> str:
+        """The directory of a version; a path of this machine if the store is `local`."""
+        return f"{self._root}/{version:0{_DIGITS}}"
+
+    def versions(self) -> list[int]:
+        """All that was begun, ascending, whole or not."""
+        try:
+            found = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        names = [str(p).rstrip("/").rpartition("/")[2] for p in found]
+        return sorted(int(n) for n in names if n.isdigit() and len(n) >= _DIGITS)
+
+    def mark(self, version: int) -> CheckpointMark:
+        """Raises ValueError saying why there is none that counts; its files are not looked at."""
+        path = f"{self.place(version)}/{MARK}"
+        try:
+            found = CheckpointMark.model_validate_json(bytes(self._fs.cat_file(path)))
+        except FileNotFoundError:
+            raise ValueError("it wasn't written to its end") from None
+        except ValidationError as error:
+            raise ValueError(f"its mark can't be read: {error.errors()[0]['msg']}") from None
+        if found.version != version:
+            raise ValueError(f"its mark is that of version {found.version}")
+        return found
+
+    def problem(self, version: int) -> str:
+        """Why the checkpoint doesn't count; empty if it does. Reads every file, for its hash."""
+        try:
+            mark = self.mark(version)
+        except ValueError as error:
+            return str(error)
+        for file in mark.files:
+            path = f"{self.place(version)}/{file.name}"
+            try:
+                size, digest = int(self._fs.size(path)), _sha256(self._fs, path)
+            except FileNotFoundError:
+                return f"{file.name} is missing"
+            if size != file.bytes:
+                return f"{file.name} has {size} bytes, {file.bytes} were written"
+            if digest != file.sha256:
+                return f"{file.name} was changed since"
+        return ""
+
+    def newest(self, *, at_most: int | None = None) -> int | None:
+        """The newest version (up to `at_most`) whose checkpoint counts; None without one.
+
+        Every one that is passed over is said in the log, with the reason.
+        """
+        for version in reversed(self.versions()):
+            if at_most is not None and version > at_most:
+                continue
+            if not (why := self.problem(version)):
+                return version
+            _log.warning("the checkpoint of version %d at %s is passed over: %s", version, self._root, why)
+        return None
+
+    def remove(self, version: int) -> None:
+        """The mark first, so that a checkpoint that is half removed doesn't count."""
+        path = self.place(version)
+        if self._fs.exists(f"{path}/{MARK}"):
+            self._fs.rm_file(f"{path}/{MARK}")
+        if self._fs.exists(path):
+            self._fs.rm(path, recursive=True)
+
+    def begin(self, version: int) -> None:
+        """An empty directory for a version, in place of whatever was there."""
+        self.remove(version)
+        self._fs.makedirs(self.place(version), exist_ok=True)
+
+    def take(self, version: int, directory: Path, names: Sequence[str]) -> list[CheckpointFile]:
+        """Put the files `names` of `directory` there for good; what the mark is to say of them."""
+        files: list[CheckpointFile] = []
+        for name in names:
+            path = directory / name
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                if self.local:
+                    os.fsync(file.fileno())
+            files.append(CheckpointFile(name=name, bytes=path.stat().st_size, sha256=digest))
+            if not self.local:
+                self._fs.put_file(str(path), f"{self.place(version)}/{name}")
+        return files
+
+    def fetch(self, version: int, directory: Path) -> None:
+        """Copy the files of a version to `directory`."""
+        for file in self.mark(version).files:
+            self._fs.get_file(f"{self.place(version)}/{file.name}", str(directory / file.name))
+
+    def commit(self, mark: CheckpointMark) -> None:
+        """From now on it counts."""
+        data, path = mark.model_dump_json(indent=2).encode(), f"{self.place(mark.version)}/{MARK}"
+        if not self.local:
+            self._fs.pipe_file(path, data)
+            return
+        part = Path(f"{path}.part")
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        _sync_directory(part.parent)
+
+    def keep_newest(self, number: int) -> None:
+        """Remove what is older than the newest `number` with a mark; what has none and is older goes too."""
+        marked = [v for v in self.versions() if self._fs.exists(f"{self.place(v)}/{MARK}")]
+        kept = marked[-number:]
+        for version in self.versions():
+            if kept and version < kept[0]:
+                self.remove(version)
+
+    def forget_after(self, version: int) -> None:
+        """Remove all that are newer than `version`."""
+        for newer in self.versions():
+            if newer > version:
+                self.remove(newer)
+
+
+def _sha256(fs: Any, path: str) -> str:
+    with fs.open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
