@@ -309,3 +309,22 @@ def test_a_key_is_described_by_type_default_and_what_its_source_says() -> None:
 
 def test_nothing_is_suggested_for_what_resembles_nothing() -> None:
     assert nearest("zzz", ["data.path", "mode"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        ("trainer.optimizer.lr", "inf"),
+        ("trainer.optimizer.lr", "1e999"),
+        ("trainer.optimizer.betas", "0.5,inf"),
+        ("chat", '{"a": [NaN]}'),
+    ],
+)
+def test_a_number_that_isnt_finite_is_refused_by_its_key(key: str, word: str) -> None:
+    (line,) = refusal("--data", "x", f"--{key}", word)
+    assert line.startswith(f"{key} = {word} (command line) isn't finite; give a number")
+
+
+def test_options_of_the_command_are_finite_too() -> None:
+    with pytest.raises(UserError, match=r"wait_bound_s = inf \(command line\) isn't finite"):
+        resolve_command(Config, Arguments, ["--data", "x", "--wait-bound-s", "inf"])

@@ -25,14 +25,15 @@ class MismatchGate:
 
     A step is warned of if their mean is above `warn_mean`, or if more than the share `warn_share` of them
     differs by more than `token_bound`; above `stop_mean` or `stop_share` the run ends, before the step's
-    weights are published. Infinity never does. Fewer than `min_tokens` fresh tokens are not judged.
+    weights are published. A mean of 1e9 and a share of 1 never are. Fewer than `min_tokens` fresh tokens are
+    not judged.
     """
 
     warn_mean: PositiveFloat = 0.05
     stop_mean: PositiveFloat = 0.3
     token_bound: NonNegativeFloat = 0.5
-    warn_share: float = Field(default=0.02, gt=0)
-    stop_share: float = Field(default=0.2, gt=0)
+    warn_share: float = Field(default=0.02, gt=0, le=1)
+    stop_share: float = Field(default=0.2, gt=0, le=1)
     min_tokens: PositiveInt = 64
 
     @model_validator(mode="after")

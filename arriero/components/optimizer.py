@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 from pydantic.dataclasses import dataclass
 
 _Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
@@ -17,11 +17,11 @@ class Schedule:
     """Rises linearly to `lr` in `warmup_steps`, then stays (constant) or falls to `lr * floor`.
 
     It falls along a straight line (linear) or half a cosine. Gradients are scaled down to the global norm
-    `max_grad_norm` if they exceed it; infinity never does. `weight_decay` is per unit of learning rate.
+    `max_grad_norm` if they exceed it; 1e9 never is. `weight_decay` is per unit of learning rate.
     """
 
-    lr: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    lr: PositiveFloat = 1e-6
+    weight_decay: NonNegativeFloat = 0.0
     warmup_steps: NonNegativeInt = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     floor: float = Field(default=0.0, ge=0, le=1)
@@ -61,7 +61,7 @@ class AdamW(Schedule):
 
     kind: Literal["adamw"] = "adamw"
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    eps: PositiveFloat = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Muon(Schedule):
     kind: Literal["muon"] = "muon"
     momentum: _Decay = 0.95
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    eps: PositiveFloat = 1e-8
 
 
 Optimizer: TypeAlias = Annotated[AdamW | SGD | Muon, Field(discriminator="kind")]

@@ -36,7 +36,7 @@ class Sampling:
     """
 
     max_new_tokens: PositiveInt = 128
-    temperature: Annotated[float, Field(ge=1e-4, allow_inf_nan=False)] = 1.0  # below it logits overflow
+    temperature: Annotated[float, Field(ge=1e-4)] = 1.0  # below it logits overflow
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     greedy: bool = False

@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import field, fields
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.planning import Layout
@@ -24,7 +24,7 @@ class LoRA:
     """
 
     rank: NonNegativeInt = 0
-    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
+    alpha: PositiveFloat = 32.0
     targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=("all-linear",), min_length=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
 

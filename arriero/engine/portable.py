@@ -8,7 +8,8 @@ starts with `$`:
     {"$list": [...]}                 a list, which isn't a tuple
     {"$map": [[key, value], ...]}    a mapping whose keys aren't all plain strings
     {"$path": "..."}                 a path
-    {"$float": "inf"}                a number that JSON doesn't have
+
+Numbers are finite: an infinite limit would count as one, and limit nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import dataclasses
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, cast
@@ -25,6 +26,18 @@ from typing import Any, cast
 from pydantic import BaseModel, JsonValue
 
 from arriero.engine.errors import GraphError, one_line
+
+NOT_FINITE = "isn't finite; give a number, a large one where nothing is to be limited"
+
+
+def all_finite(value: object) -> bool:
+    """Whether a configuration value holds no infinite number and none that is no number."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value)
+        return all(all_finite(k) and all_finite(v) for k, v in items.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(all_finite, cast("Collection[object]", value)))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def import_path(obj: object) -> str:
@@ -48,11 +61,11 @@ def resolve(path: str) -> Any:
 
 
 def to_json(value: object) -> JsonValue:
-    """JSON for a configuration value. Raises GraphError for a value that has no exact JSON form."""
+    """JSON for a configuration value. Raises GraphError for one that is infinite or has no exact form."""
     if isinstance(value, Enum):
         return {"$ref": f"{import_path(type(value))}.{value.name}"}
     if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": str(value)}
+        raise GraphError(f"{value} {NOT_FINITE}")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if _has_fields(value) and not isinstance(value, type):
@@ -79,10 +92,11 @@ def fields_to_json(component: object) -> dict[str, JsonValue]:
         raise GraphError(f"{kind} is not a dataclass; a component's fields are its configuration")
     found: dict[str, JsonValue] = {}
     for name in _field_names(component):
+        value = getattr(component, name)
         try:
-            found[name] = to_json(getattr(component, name))
+            found[name] = to_json(value)
         except GraphError as error:
-            raise GraphError(f"{name}: {error}") from error
+            raise GraphError(f"{name}{'.' if _has_fields(value) else ': '}{error}") from error
     return found
 
 
@@ -103,8 +117,6 @@ def from_json(value: JsonValue) -> object:
             return dict(cast("tuple[tuple[object, object], ...]", from_json(items)))
         case {"$path": str(path)}:
             return Path(path)
-        case {"$float": str(number)}:
-            return float(number)
         case _:
             return {k: from_json(v) for k, v in value.items()}
 

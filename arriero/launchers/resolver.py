@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from arriero.engine.portable import NOT_FINITE, all_finite
 from arriero.launchers.keys import (
     MISSING,
     Layout,
@@ -265,7 +266,7 @@ class _Resolver:
 
     def _validate(self, cls: type[Any], prefix: str, values: dict[str, Any]) -> Any:
         try:
-            return TypeAdapter(cls).validate_python(values, strict=False)
+            return self._finite(cls, TypeAdapter(cls).validate_python(values, strict=False), prefix)
         except ValidationError as error:
             for place, text in explain(error).items():
                 key = prefix + place if place else prefix.rstrip(".")
@@ -275,6 +276,15 @@ class _Resolver:
                 else:
                     self.problems.append(f"{self.prefix}{key or cls.__name__}: {text}")
             return MISSING
+
+    def _finite(self, cls: type[Any], config: Any, prefix: str) -> Any:
+        """The section; MISSING if a value of its own isn't finite, which is then a problem noted."""
+        wrong = [name for name in fields(cls) if not all_finite(getattr(config, name))]
+        for name in wrong:
+            key = prefix + name
+            given = self.given.get(key, Given(value=getattr(config, name), source=DEFAULT))
+            self._wrong(key, given, NOT_FINITE)
+        return MISSING if wrong else config
 
     def _wrong(self, key: str, given: Given, text: str) -> None:
         shown = ",".join(given.value) if given.words else repr(given.value)

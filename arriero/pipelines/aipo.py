@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import ConfigDict, Field, NonNegativeInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
@@ -17,7 +17,7 @@ class AIPOConfig(PolicyGradientConfig):
     """`rho` truncates the importance ratio of a token from above."""
 
     staleness: NonNegativeInt = 1
-    rho: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    rho: PositiveFloat = 2.0
 
 
 def aipo(cfg: AIPOConfig) -> Graph:

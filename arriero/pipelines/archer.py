@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
@@ -30,7 +30,7 @@ class ArcherConfig(EnvironmentConfig):
     capacity: PositiveInt = 10000
     critic_updates: PositiveInt = 4
     critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
-    rho: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    rho: PositiveFloat = 2.0
 
 
 def archer(cfg: ArcherConfig) -> Graph:

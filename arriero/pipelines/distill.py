@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import ConfigDict, Field, NonNegativeInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
@@ -22,7 +22,7 @@ class DistillConfig(PolicyGradientConfig):
 
     teacher: str
     staleness: NonNegativeInt = 1
-    rho: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    rho: PositiveFloat = 2.0
 
 
 def distill(cfg: DistillConfig) -> Graph:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
+from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from arriero.components.losses.loss import Need, full_precision, log_ratio, ratio, reference
@@ -57,7 +57,7 @@ class OnPolicyDistillation:
     Source: arXiv:2306.13649, and K. Lu, "On-policy distillation" (2025).
     """
 
-    rho: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    rho: PositiveFloat = 2.0
     needs_behaviour: ClassVar[bool] = True
     ratio_control: ClassVar[bool] = True
     needs: ClassVar[frozenset[Need]] = frozenset({"reference"})

@@ -119,7 +119,7 @@ class AIPO:
     Source: LlamaRL, arXiv:2505.24034.
     """
 
-    rho: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    rho: PositiveFloat = 2.0
     needs_behaviour: ClassVar[bool] = True
     ratio_control: ClassVar[bool] = True
 
