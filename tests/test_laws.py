@@ -99,7 +99,7 @@ def averaged(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
 def scaled_by_zero(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
     """An infinite ratio, hidden by a zero."""
     assert tokens.behaviour_T is not None
-    ratio_T = ((logprobs_T - tokens.behaviour_T) * 10).exp()
+    ratio_T = (logprobs_T - tokens.behaviour_T).exp()
     return -tokens.advantages_T * logprobs_T + 0 * ratio_T
 
 
@@ -134,11 +134,18 @@ def raising(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
     raise ZeroDivisionError("of 3 tokens")
 
 
+def unbounded(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+    """A plain ratio: finite in double precision, but not in the trainer's."""
+    assert tokens.behaviour_T is not None
+    return -tokens.advantages_T * (logprobs_T - tokens.behaviour_T).exp()
+
+
 @pytest.mark.parametrize(
     ("function", "law"),
     [
         (averaged, "split"),
         (scaled_by_zero, "finite"),
+        (unbounded, "finite"),
         (first_is_special, "permutation"),
         (divided_by_spread, "finite"),
         (wrong_sign, "on-policy"),
@@ -157,13 +164,32 @@ def test_every_law_notices_a_loss_that_breaks_it(
     assert found[law].difference
 
 
+def test_a_loss_that_raises_is_told_with_the_input_it_raised_on() -> None:
+    def of_one_token(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+        if len(logprobs_T) == 2:
+            raise ZeroDivisionError("of 2 tokens")
+        return -tokens.advantages_T * logprobs_T
+
+    broken = Custom(function=of_one_token, needs_behaviour=False, ratio_control=False)
+    found = {v.law: v for v in check_laws(broken)}
+    assert {law: v.input for law, v in found.items()} == {"split": "every sequence alone"}
+    assert re.fullmatch(
+        r"raised ZeroDivisionError\('of 2 tokens'\) in test_laws.py, line \d+", found["split"].difference
+    )
+
+
 def test_a_violation_reads_as_law_input_and_difference() -> None:
     broken = Custom(function=wrong_sign, needs_behaviour=False, ratio_control=False)
     (violation,) = [v for v in check_laws(broken) if v.law == "on-policy"]
     assert (violation.law, violation.input) == ("on-policy", "fresh data, against the gradient of -A log pi")
-    found = re.fullmatch(r"gradient (\S+) instead of -(\S+) at token 2 of sequence 2", violation.difference)
+    # All there is to work it out by hand: the advantage over the 18 trained tokens.
+    found = re.fullmatch(
+        r"gradient (\S+) instead of -(\S+) at token 2 of sequence 2 \(A (\S+), log pi (\S+), log mu (\S+)\)",
+        violation.difference,
+    )
     assert found is not None
-    assert float(found[1]) == pytest.approx(float(found[2]))
+    assert float(found[1]) == pytest.approx(float(found[2])) == pytest.approx(float(found[3]) / 18, rel=1e-5)
+    assert found[4] == found[5]  # fresh
     assert str(violation).startswith("on-policy: fresh data, against")
 
 

@@ -69,11 +69,18 @@ def random_case(lengths: Sequence[int], *, shift: float = 0.3, advantage: float 
     return Case(samples=tuple(samples), policy=tuple(policy), proximal=tuple(proximal))
 
 
-def outcome(loss: Loss, case: Case, micros: Sequence[Sequence[int]], *, layout: Layout = "padded") -> Outcome:
+def outcome(
+    loss: Loss,
+    case: Case,
+    micros: Sequence[Sequence[int]],
+    *,
+    layout: Layout = "padded",
+    dtype: torch.dtype = torch.float64,
+) -> Outcome:
     """What `loss` gives for the micro-batches `micros` of sample indices, their sum; the mean over tokens."""
     counts = np.array([s.mask.sum() for s in case.samples], dtype=np.int64)
     weights = sequence_weights(counts, "token_mean") if counts.any() else np.zeros(len(counts))
-    policy = [torch.from_numpy(p.copy()).requires_grad_() for p in case.policy]
+    policy = [torch.from_numpy(p).to(dtype, copy=True).requires_grad_() for p in case.policy]
     clipped = [np.zeros(len(s.mask), np.bool_) for s in case.samples]
     total = torch.zeros((), dtype=torch.float64)
     for micro in micros:
@@ -85,29 +92,30 @@ def outcome(loss: Loss, case: Case, micros: Sequence[Sequence[int]], *, layout: 
             clipped[i][case.samples[i].mask] = limited_T[begin:end]
     if total.requires_grad:
         torch.autograd.backward(total)
-    gradient = tuple(np.zeros(len(p)) if p.grad is None else p.grad.numpy() for p in policy)
+    gradient = tuple(np.zeros(len(p)) if p.grad is None else p.grad.double().numpy() for p in policy)
     return Outcome(loss=total.item(), gradient=gradient, clipped=tuple(clipped))
 
 
 def tokens_of(
     case: Case, micro: Sequence[int], weights: Doubles, layout: Layout, policy: list[Tensor]
 ) -> tuple[PackedTokens, Tensor]:
-    """The packed tokens in float64, and the policy's log-probabilities of them."""
+    """The packed tokens in the dtype of `policy`, and its log-probabilities of them."""
+    dtype = policy[0].dtype
 
     def trained(arrays: Sequence[Tensor]) -> Tensor:
         picked = [arrays[i][torch.from_numpy(case.samples[i].mask.copy())] for i in micro]
-        return torch.cat(picked) if picked else torch.zeros(0, dtype=torch.float64)
+        return torch.cat(picked) if picked else torch.zeros(0, dtype=dtype)
 
     packed = pack(case.samples, micro, weights, layout=layout).tokens
     logprobs_T = trained(policy)
-    doubles: dict[str, Any] = {
-        f.name: value.double()
+    converted: dict[str, Any] = {
+        f.name: value.to(dtype)
         for f in dataclasses.fields(packed)
         if isinstance(value := getattr(packed, f.name), torch.Tensor) and value.is_floating_point()
     }
-    proximal_T = trained([torch.from_numpy(p) for p in case.proximal])
+    proximal_T = trained([torch.from_numpy(p).to(dtype) for p in case.proximal])
     entropy_T = 1.0 - proximal_T
-    return dataclasses.replace(packed, **doubles, proximal_T=proximal_T, entropy_T=entropy_T), logprobs_T
+    return dataclasses.replace(packed, **converted, proximal_T=proximal_T, entropy_T=entropy_T), logprobs_T
 
 
 def untrained(sample: Sample) -> Sample:
