@@ -7,6 +7,7 @@ and the source serves it in a thread of its own: a receiver that hangs or dies b
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 # torch.distributed exports its stores and groups without saying so, and annotates some functions in part.
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from threading import Lock
@@ -87,18 +88,22 @@ class DistOutlet(ServedOutlet):
 
     def _send(self, pair: _Pair, slot: int, spans: Sequence[tuple[int, int]]) -> None:
         """Send the spans in turn; an error ends with the receiver's connection."""
-        part = torch.from_numpy(self.slots[slot])
-        works: list[tuple[int, dist.Work]] = []
+        part, bound = torch.from_numpy(self.slots[slot]), timedelta(seconds=self._send_timeout_s)
+        works: deque[tuple[int, dist.Work]] = deque()
+        ahead = 0
         for offset, nbytes in spans:
             if offset < 0 or nbytes < 0 or offset + nbytes > self.part_bytes:
                 raise WeightError(f"bytes {offset} to {offset + nbytes} of {self.part_bytes} asked for")
             data = part[offset : offset + nbytes]
             data = data if self._device is None else data.to(self._device)
             works.append((nbytes, pair.send([data], _RECEIVER, 0)))
-            while sum(size for size, _ in works) > _AHEAD_BYTES:
-                works.pop(0)[1].wait(timedelta(seconds=self._send_timeout_s))
+            ahead += nbytes
+            while ahead > _AHEAD_BYTES:
+                size, work = works.popleft()
+                work.wait(bound)
+                ahead -= size
         for _, work in works:
-            work.wait(timedelta(seconds=self._send_timeout_s))
+            work.wait(bound)
 
 
 class DistInlet(ServedInlet):
@@ -125,13 +130,16 @@ class DistInlet(ServedInlet):
             wanted.setdefault(span.source, []).append((span.offset, span.nbytes))
         for source, places in wanted.items():
             self.source(source).ask(Send(places))
-        under_way: list[tuple[Span, dist.Work, Bytes, Tensor]] = []
+        under_way: deque[tuple[Span, dist.Work, Bytes, Tensor]] = deque()
+        ahead = 0
         for span in spans:
             under_way.append(self._post(span))
-            while sum(waiting[0].nbytes for waiting in under_way) > _AHEAD_BYTES:
-                yield self._arrived(*under_way.pop(0))
+            ahead += span.nbytes
+            while ahead > _AHEAD_BYTES:
+                ahead -= under_way[0][0].nbytes
+                yield self._arrived(*under_way.popleft())
         while under_way:
-            yield self._arrived(*under_way.pop(0))
+            yield self._arrived(*under_way.popleft())
 
     def welcomed(self, rank: int, extra: bytes) -> None:
         meeting = msgspec.msgpack.decode(extra, type=_Meeting)

@@ -29,6 +29,8 @@ from arriero.engine.weights.transport import Inlet, Span
 from arriero.schemas.layouts import RankLayout
 from arriero.schemas.weights import WeightManifest
 
+_ARRIVED_BYTES = 4 << 20  # that are verified together: to wake a thread for each tensor would cost as much
+
 
 class Receives(Protocol):
     """Fills tensors with a version, and verifies it."""
@@ -105,16 +107,18 @@ class ShardReceiver:
             arriving = stack.enter_context(closing(self._inlet.fetch(manifest, [span for span, _ in spans])))
             tasks: list[Future[None]] = []
             bundle: list[tuple[Span, tuple[Landing, ...], Bytes]] = []
+            bundled = 0
             try:
                 for (span, landings), data in zip(spans, arriving, strict=True):
                     if not self._inlet.stable and data is not span.into:
                         self._land(manifest, into, [(span, landings, data)])
                         continue
                     bundle.append((span, landings, data))
-                    # What is there already goes in large parts, what arrives is verified at once.
-                    if not self._inlet.stable or sum(s.nbytes for s, _, _ in bundle) >= TASK_BYTES:
+                    bundled += span.nbytes
+                    # What is there already goes in large parts; what arrives while it is in the cache.
+                    if bundled >= (TASK_BYTES if self._inlet.stable else _ARRIVED_BYTES):
                         tasks.append(self._threads.submit(self._land, manifest, into, bundle))
-                        bundle = []
+                        bundle, bundled = [], 0
                 tasks.append(self._threads.submit(self._land, manifest, into, bundle))
             finally:
                 wait(tasks)  # none writes behind our back
