@@ -230,6 +230,14 @@ def test_a_changed_array_is_found(run: RunDir, name: str) -> None:
     assert "content" in found(run)
 
 
+def hashes(record: Lineage, entry: GroupEntry, arrays: dict[str, Array]) -> dict[str, str]:
+    salt = record.text(entry.text)[:16]
+    return {
+        "shape_sha256": arrays_sha256({k: arrays[k] for k in ("mask", "versions")}),
+        "tokens_sha256": arrays_sha256({k: arrays[k] for k in ("tokens", "logprobs")}, salt),
+    }
+
+
 def _with_arrays(run: RunDir, number: int, name: str, change: Callable[[Array], None]) -> None:
     """Change an array of a training group and all hashes of it."""
     record = Lineage(str(run.lineage))
@@ -241,7 +249,7 @@ def _with_arrays(run: RunDir, number: int, name: str, change: Callable[[Array], 
     def rehash(entries: Entries) -> Entries:
         for k, e in enumerate(entries):
             if isinstance(e, GroupEntry) and e.scores and e.scores.id == key:
-                entries[k] = e.model_copy(update={"arrays_sha256": arrays_sha256(arrays)})
+                entries[k] = e.model_copy(update=hashes(record, e, arrays))
         return entries
 
     rechained(run, rehash)
@@ -335,4 +343,5 @@ def test_hashes_are_of_the_bytes_of_the_arrays(honest: RunDir) -> None:
     name, entry = next(iter(record.groups.items()))
     group = record.group(name)
     assert isinstance(group, ScoredGroup)
-    assert arrays_sha256(columns(group.group.rollouts)) == entry.arrays_sha256
+    now = hashes(record, entry, columns(group.group.rollouts))
+    assert now == {"shape_sha256": entry.shape_sha256, "tokens_sha256": entry.tokens_sha256}

@@ -92,7 +92,7 @@ def _went_through(record: Lineage, check: str) -> str:
         "chain": f"{record.anchor.entries} entries",
         "ledger": f"{len(record.admitted)} prompts, {len(record.dropped)} drops",
         "content": f"{rollouts} rollouts"
-        + (f", {len(record.redacted)} groups redacted" if record.redacted else ""),
+        + (f", {len(record.redacted)} REDACTED: {'; '.join(record.reasons)}" if record.redacted else ""),
         "steps": f"{len(record.steps)} steps",
         "tokens": f"{sum(s.tokens for s in record.steps)} tokens",
         "weights": f"{len(record.weights)} versions",
@@ -104,13 +104,18 @@ def _heads(record: Lineage, run: RunDir, head: str) -> Iterator[Finding]:
     told = {"--head": head}
     if run.summary.exists() and (anchor := run.read_summary().lineage) is not None:
         told["summary.json"] = anchor.head
+    known = {a.head for a in record.ends} | {record.anchor.head}
     for where, kept in told.items():
-        if kept and kept != record.anchor.head:
+        if kept and kept not in known:
             yield Finding(
                 check="chain",
                 where=where,
-                what=f"names head {kept[:12]}, the record ends with {record.anchor.head[:12]}",
+                what=f"names head {kept[:12]}, the record never ended with it, but with {_ends(record)}",
             )
+
+
+def _ends(record: Lineage) -> str:
+    return ", ".join(a.head[:12] for a in record.ends or [record.anchor])
 
 
 def _files(record: Lineage, run: RunDir) -> Iterator[Finding]:

@@ -14,11 +14,13 @@ from arriero.engine.errors import UserError
 from arriero.engine.lineage.chain import ChainError
 from arriero.engine.lineage.queries import Answer, PromptRow, Questions, RolloutRow, StepRow
 from arriero.engine.lineage.reader import Lineage
+from arriero.launchers.redacting import redacting
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.manifest import Ancestor
 
 USAGE = """\
 usage: arriero lineage RUN [QUESTION] [--json] [--picture FILE.mmd|FILE.svg] [--limit N]
+       arriero lineage redact RUN WHAT [--reason TEXT]    take texts and tokens away; see its --help
 
   --step 12              what version 12 was made from: rollouts, rewards, prompts
   --rollout ID           the steps that a rollout (GROUP/NUMBER) or a group went into
@@ -36,6 +38,8 @@ def lineage(args: Sequence[str], show: Callable[[str], int]) -> int:
     """Answer on `show`. Raises UserError."""
     if not args or {"--help", "-h"} & {*args}:
         return show(USAGE)
+    if args[0] == "redact":
+        return redacting(args[1:], show)
     place, given = args[0], _options(args[1:])
     record = opened(place)
     asked = [name for name in _QUESTIONS if name in given]

@@ -35,7 +35,8 @@ async def recomputed(record: Lineage, spec: GraphSpec, graph: Graph) -> list[Res
 
 async def _rewards(record: Lineage, node: str, component: object) -> Result:
     name = f"rewards of {node}"
-    groups = [g for k, g in record.groups.items() if g.edge == node and g.scores and k not in record.redacted]
+    scored = [(k, g) for k, g in record.groups.items() if g.edge == node and g.scores]
+    groups = [g for k, g in scored if k not in record.redacted]
     if why := _not_again(component):
         return name, "", [], [f"{name}: {why}"]
     reward = cast("RolloutReward", component)
@@ -46,6 +47,8 @@ async def _rewards(record: Lineage, node: str, component: object) -> Result:
         if other and other[0].scores
         else []
     )
+    if gone := len(scored) - len(groups):
+        left.append(f"{name}: {gone} groups are redacted")
     findings: list[Finding] = []
     count = 0
     async with reward.opened() as scorer:
@@ -96,7 +99,7 @@ class _Recorded:
 
 async def _advantages(record: Lineage, node: str, component: object) -> Result:
     name = f"advantages of {node}"
-    batches = [b for b in record.batches.values() if b.edge == node and not record.redacted & {*b.groups}]
+    batches = [b for b in record.batches.values() if b.edge == node]
     if not isinstance(component, GroupAdvantage):
         return name, "", [], [f"{name}: {type(component).__name__} can't be run again by itself"]
     findings: list[Finding] = []

@@ -26,6 +26,10 @@ M = TypeVar("M", bound=BaseModel)
 # One of these shows that a directory was made by a run, so that emptying it takes nothing else away.
 MARKS = ("manifest.json", "graph.json", "options.json")
 
+# What a run writes, apart from logs; of one that was started again, the earlier ones' lies below ATTEMPTS.
+OUTPUTS = ("metrics.jsonl", "ledger.jsonl", "summary.json", "tensorboard", "lineage")
+ATTEMPTS = "attempts"
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -152,13 +156,13 @@ def _refuse_used(run: RunDir, *, overwrite: bool) -> None:
         raise UserError(
             f"{run.path} has been used by a run; choose another --run-dir, or empty it with --overwrite"
         )
-    if (pid := _running(run)) is not None:
+    if (pid := running(run)) is not None:
         raise UserError(
             f"{run.path} is in use by process {pid}; wait until it ends, or choose another --run-dir"
         )
 
 
-def _running(run: RunDir) -> int | None:
+def running(run: RunDir) -> int | None:
     """The process of the run that was started here, if it lives on this machine and has not ended the run."""
     import platform
 

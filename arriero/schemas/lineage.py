@@ -1,7 +1,8 @@
 """The record of a run: entries of a hash-chained log, and where their content lies.
 
 Structure stands in the entries, content (token arrays, texts) apart from them, bound by its hash: so content
-can be taken away later, and the chain still holds.
+can be taken away later, and the chain still holds. What may be taken away is hashed behind 16 random bytes
+that stand and go with it, so that a guess at what is gone can't be tried against the hash.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Opened(Message):
     """First entry: what the run was made of. Hashes are of the bytes of the files; empty: there is none."""
 
     kind: Literal["opened"] = "opened"
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     run_id: str
     graph_digest: str
     manifest_sha256: str = ""
@@ -80,8 +81,10 @@ class ScoresEntry(Message):
 class GroupEntry(Message):
     """A group of rollouts as it was seen on `edge`: its columns hold one value per rollout.
 
-    `arrays` is the place of tokens, mask, logprobs and versions of all its rollouts, one after the other;
-    `arrays_sha256` is the hash of the four, `text_sha256` that of prompt, responses and details.
+    `arrays` is the place of tokens, mask, logprobs and versions of all its rollouts, one after the other.
+    `shape_sha256` is the hash of mask and versions. `text` is the place of the salt, 16 bytes, and of prompt,
+    responses and details, whose hash with it is `text_sha256`; behind the same salt, `tokens_sha256` is of
+    tokens and log-probabilities, and `prompt_sha256` of the prompt alone.
     """
 
     kind: Literal["group"] = "group"
@@ -102,7 +105,8 @@ class GroupEntry(Message):
     more: More = ()
     scores: ScoresEntry | None = None
     arrays: Place
-    arrays_sha256: Digest
+    shape_sha256: Digest
+    tokens_sha256: Digest
     prompt_sha256: Digest
     text: Place
     text_sha256: Digest
@@ -113,6 +117,8 @@ class BatchEntry(Message):
 
     `group` indexes `groups`; `rollout` is the number of the rollout in that group whose arrays the sample
     has, or -1: then they stand in `own`, in the order of the samples. `advantages` and `reference` likewise.
+    `sha256` is of the hashes of its groups, of mask and versions of `own`, and of the advantages;
+    `tokens_sha256`, behind the 16 bytes at `salt`, of the rest of `own` and of the reference.
     """
 
     kind: Literal["batch"] = "batch"
@@ -134,11 +140,13 @@ class BatchEntry(Message):
     own: Place
     advantages: Place
     reference: Place
+    salt: Place
     sha256: Digest
+    tokens_sha256: Digest
 
 
 class RecordEntry(Message):
-    """A record of another class; its JSON stands with the texts (empty if it has arrays)."""
+    """A record of another class; its JSON stands behind a salt with the texts (empty if it has arrays)."""
 
     kind: Literal["record"] = "record"
     edge: str
@@ -179,10 +187,16 @@ class Committed(Message):
 
 
 class Redacted(Message):
-    """The content of these groups was taken away on purpose; their hashes can't be checked any more."""
+    """Texts, tokens and log-probabilities of these were taken away on purpose.
+
+    `groups` by the ids under which samples name them, `records` of other classes, and `batches` that had
+    tokens of their own, or reference log-probabilities, of the former.
+    """
 
     kind: Literal["redacted"] = "redacted"
-    groups: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
+    batches: tuple[str, ...] = ()
     reason: str
 
 

@@ -76,8 +76,9 @@ class ContentHashes(Message):
 class RunManifest(Message):
     """`sources`: for each dotted key of `config` "default", the configuration file, or "command line".
 
-    `package_sha256` is of arriero's own code as it is imported. Each row of the data is told by its
-    `prompt_sha256` in the lineage.
+    `package_sha256` is of arriero's own code as it is imported, `shipped_sha256` of the index of the archives
+    that a cluster ran. Each row of the data is told by its place and
+    bound by its `prompt_sha256` in the lineage.
     """
 
     format: Literal[1] = 1
@@ -89,6 +90,7 @@ class RunManifest(Message):
     seed: NonNegativeInt
     code: tuple[CodeRevision, ...] = ()
     package_sha256: str = ""
+    shipped_sha256: str = ""
     inputs: tuple[InputFile, ...] = ()
     content: ContentHashes = Field(default_factory=ContentHashes)
     python: str

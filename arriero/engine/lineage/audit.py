@@ -4,7 +4,8 @@
 |-----------|--------------------------------------------------------------------------------------------|
 | `chain`   | every entry follows from all before it; nothing is recorded twice; it was closed             |
 | `ledger`  | every prompt admitted, without a gap, and trained, evaluated or dropped, once                 |
-| `content` | arrays and texts have the hashes that their entries name; masks and log-probs are valid       |
+| `content` | arrays and texts have the hashes that their entries name; masks and log-probs are valid; what  |
+|           | is redacted is gone, and the rest of it as it was                                              |
 | `steps`   | versions follow each other; each from the batch that is recorded, of the groups it names       |
 | `tokens`  | no token of a step is staler than the bound, or sampled by a version that wasn't there         |
 | `weights` | one version after the other, each made by the step that says so, with the measures of it       |
@@ -23,11 +24,23 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import ValidationError
 
-from arriero.engine.lineage.content import arrays_sha256, batch_sha256, prompt_text, sha256
+from arriero.engine.lineage.content import (
+    PRIVATE,
+    SALT_BYTES,
+    SHAPE,
+    Columns,
+    arrays_sha256,
+    batch_sha256,
+    batch_tokens_sha256,
+    prompt_text,
+    sha256,
+    some,
+)
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.tables import origins_of
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.schemas.ledger import Trained
+from arriero.schemas.lineage import BatchEntry, GroupEntry
 from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
 
 
@@ -60,6 +73,8 @@ def _chain(record: Lineage) -> Iterator[Finding]:
         yield Finding(check="chain", where="chain", what=record.broken)
     for name in record.twice:
         yield Finding(check="chain", where=name, what="is recorded twice")
+    for where in record.late:
+        yield Finding(check="chain", where=where, what="stands behind the end of the record")
     if record.opened is None:
         yield Finding(check="chain", where="first entry", what="says nothing about the run")
     if record.closed is None:
@@ -99,25 +114,33 @@ def _ledger(record: Lineage) -> Iterator[Finding]:
 
 def _content(record: Lineage) -> Iterator[Finding]:
     for name, entry in record.groups.items():
-        if name in record.redacted:
-            continue
         try:
             arrays, text = record.arrays(entry), record.text(entry.text)
         except (KeyError, ValueError, OSError) as error:
             yield Finding(check="content", where=name, what=f"its content can't be read: {error!r:.120}")
             continue
-        if arrays_sha256(arrays) != entry.arrays_sha256:
-            yield Finding(
-                check="content", where=name, what="its tokens, mask, log-probs or versions were changed"
-            )
-            continue
-        if sha256(text) != entry.text_sha256:
-            yield Finding(check="content", where=name, what="its texts were changed")
-            continue
-        yield from _valid_group(record, name)
+        if what := _changed(entry, arrays, text, redacted=name in record.redacted):
+            yield Finding(check="content", where=name, what=what)
+        elif name not in record.redacted:
+            yield from _valid_group(record, name)
     for name, other in record.records.items():
-        if sha256(record.text(other.text)) != other.text_sha256:
+        text = record.text(other.text)
+        if name in record.redacted and any(text):
+            yield Finding(check="content", where=name, what="is said to be redacted, and its text is there")
+        elif name not in record.redacted and sha256(text) != other.text_sha256:
             yield Finding(check="content", where=name, what="its text was changed")
+
+
+def _changed(entry: GroupEntry, arrays: Columns, text: bytes, *, redacted: bool) -> str:
+    """What is otherwise than when the group was recorded; empty for nothing."""
+    if arrays_sha256(some(arrays, SHAPE)) != entry.shape_sha256:
+        return "its mask or versions were changed"
+    if redacted:
+        left = any(text) or arrays["tokens"].any() or np.nan_to_num(arrays["logprobs"]).any()
+        return "is said to be redacted, and some of its content is there" if left else ""
+    if arrays_sha256(some(arrays, PRIVATE), text[:SALT_BYTES]) != entry.tokens_sha256:
+        return "its tokens or log-probs were changed"
+    return "its texts were changed" if sha256(text) != entry.text_sha256 else ""
 
 
 def _valid_group(record: Lineage, name: str) -> Iterator[Finding]:
@@ -129,7 +152,8 @@ def _valid_group(record: Lineage, name: str) -> Iterator[Finding]:
         yield Finding(check="content", where=name, what=f"is no valid group: {error!s:.200}")
         return
     group = whole.group if isinstance(whole, ScoredGroup) else whole
-    if sha256(prompt_text(group.prompt)) != entry.prompt_sha256:
+    salt = record.text(entry.text)[:SALT_BYTES]
+    if sha256(salt + prompt_text(group.prompt)) != entry.prompt_sha256:
         yield Finding(check="content", where=name, what="its prompt isn't the one that its hash is of")
     told = (entry.sampled, entry.oldest, entry.newest)
     if told != _columns(group):
@@ -173,10 +197,8 @@ def _batch(record: Lineage, name: str) -> Batch | None:
 
 def _batch_findings(record: Lineage, step: Trained, batch: Batch, where: str) -> Iterator[Finding]:
     entry = record.batches[step.batch]
-    if not record.redacted & {*entry.groups} and batch_sha256(batch) != entry.sha256:
-        yield Finding(
-            check="steps", where=where, what="the arrays of its batch (advantages, ...) were changed"
-        )
+    if what := _changed_batch(record, entry):
+        yield Finding(check="steps", where=where, what=what)
     if missing := [g for g in entry.groups if g not in record.groups and record.groups]:
         yield Finding(check="steps", where=where, what=f"its group {missing[0]} isn't in the record")
     trained = record.trained_batch(step)
@@ -198,6 +220,19 @@ def _batch_findings(record: Lineage, step: Trained, batch: Batch, where: str) ->
                 what=f"rollout {rollout} of {sample.group} has reward {sample.reward} in the batch and "
                 f"{scores.values[rollout]} in its group",
             )
+
+
+def _changed_batch(record: Lineage, entry: BatchEntry) -> str:
+    """What is otherwise than when the batch was recorded; empty for nothing."""
+    own = record.own(entry)
+    groups = [record.groups.get(name) for name in entry.groups]
+    hashes = [g.shape_sha256 + g.tokens_sha256 if g else "" for g in groups]
+    if batch_sha256(hashes, own, record.advantages(entry)) != entry.sha256:
+        return "the arrays of its batch (advantages, ...), or its groups, were changed"
+    if entry.id in record.redacted:
+        return ""
+    now = batch_tokens_sha256(own, record.reference(entry), record.text(entry.salt))
+    return "the own tokens of its batch, or reference log-probs, were changed" * (now != entry.tokens_sha256)
 
 
 def _tokens(record: Lineage, bound: int | None) -> Iterator[Finding]:

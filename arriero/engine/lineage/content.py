@@ -5,7 +5,7 @@
 | `rollouts`   | tokens int32, mask bool, logprobs float32, versions int32: one element per token          |
 | `advantages` | values float32, per token of the samples of a batch                                       |
 | `reference`  | values float32, likewise, of the samples that a reference model has read                   |
-| `text`       | bytes uint8: JSON in UTF-8 of a prompt, of responses, of a record without arrays           |
+| `text`       | bytes uint8: a salt, then JSON in UTF-8 of a prompt and its responses, or of a record       |
 | `index`      | rows int64 [n, 3] (part, start, size of a rollout in `rollouts`), rewards float64           |
 
 `index` lets any zarr reader find its way without the chain; NaN is the reward of a group that has none.
@@ -26,6 +26,8 @@ from arriero.schemas.lineage import BatchEntry, GroupEntry, More, PromptEntry, S
 from arriero.schemas.messages import Batch, Message, Prompt, Rollout, RolloutGroup, Sample, Score, ScoredGroup
 
 TOKENS = ("tokens", "mask", "logprobs", "versions")
+SHAPE, PRIVATE = ("mask", "versions"), ("tokens", "logprobs")
+SALT_BYTES = 16
 Columns = dict[str, npt.NDArray[Any]]
 
 
@@ -55,13 +57,18 @@ def _or(values: npt.NDArray[Any] | None, record: Rollout | Sample, missing: np.g
     return values if values is not None else np.full(len(record.tokens), missing)
 
 
-def arrays_sha256(arrays: Columns) -> str:
-    """Of the bytes of all arrays, each with its name and length before it."""
-    digest = hashlib.sha256()
+def arrays_sha256(arrays: Columns, salt: bytes = b"") -> str:
+    """Of the bytes of all arrays, each with its name and length before it, behind `salt`."""
+    digest = hashlib.sha256(salt)
     for name, values in arrays.items():
         digest.update(f"{name}:{len(values)};".encode())
         digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()
+
+
+def some(arrays: Columns, names: Iterable[str]) -> Columns:
+    """Those of these names."""
+    return {name: arrays[name] for name in names}
 
 
 def key_of(record: Rollout | Sample) -> bytes:
@@ -136,8 +143,8 @@ def _of_tokens(arrays: Columns, piece: slice) -> dict[str, Any]:
 
 
 def group_of(entry: GroupEntry, arrays: Columns, text: bytes) -> ScoredGroup | RolloutGroup:
-    """The record that `entry` was made from."""
-    said = json.loads(text)
+    """The record that `entry` was made from; without its texts if they are gone, and `text` is empty."""
+    said = json.loads(text) if text else _nothing_said(entry)
     rollouts = tuple(
         Rollout(
             **_of_tokens(arrays, piece),
@@ -170,6 +177,11 @@ def group_of(entry: GroupEntry, arrays: Columns, text: bytes) -> ScoredGroup | R
         id=s.id, parents=s.parents, origins=s.origins, group=group, scores=scores,
         reward_version=s.reward_version,
     )  # fmt: skip
+
+
+def _nothing_said(entry: GroupEntry) -> dict[str, Any]:
+    none = [""] * len(entry.lengths)
+    return {"prompt": {"text": ""}, "responses": none, "details": none}
 
 
 def prompt_entry(prompt: Prompt) -> PromptEntry:
@@ -221,13 +233,13 @@ def _read(fields: dict[str, JsonValue]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
 
-def batch_sha256(batch: Batch) -> str:
-    """Of all arrays of the batch, in the order of its samples."""
-    digest = hashlib.sha256(arrays_sha256(columns(batch.samples)).encode())
-    read = [s.reference for s in batch.samples if s.reference is not None]
-    digest.update(
-        arrays_sha256(
-            {"advantages": joined([s.advantages for s in batch.samples]), "reference": joined(read)}
-        ).encode()
-    )
+def batch_sha256(groups: Sequence[str], own: Columns, advantages: npt.NDArray[np.float32]) -> str:
+    """Of the hashes of its groups, of what anybody may see of its own arrays, and of its advantages."""
+    digest = hashlib.sha256("".join(f"{name};" for name in groups).encode())
+    digest.update(arrays_sha256({**some(own, SHAPE), "advantages": advantages}).encode())
     return digest.hexdigest()
+
+
+def batch_tokens_sha256(own: Columns, reference: npt.NDArray[np.float32], salt: bytes) -> str:
+    """Of what may be taken away of a batch: its own tokens and log-probabilities, and the reference's."""
+    return arrays_sha256({**some(own, PRIVATE), "reference": reference}, salt)

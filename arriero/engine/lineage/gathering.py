@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,13 @@ import numpy.typing as npt
 from arriero.engine.lineage.content import (
     OF_ROLLOUT,
     OF_SAMPLE,
+    PRIVATE,
+    SALT_BYTES,
+    SHAPE,
     Columns,
     arrays_sha256,
     batch_sha256,
+    batch_tokens_sha256,
     columns,
     group_text,
     joined,
@@ -24,6 +29,7 @@ from arriero.engine.lineage.content import (
     prompt_text,
     scores_entry,
     sha256,
+    some,
 )
 from arriero.schemas.lineage import BatchEntry, Entry, GroupEntry, Place, RecordEntry, WeightsEntry
 from arriero.schemas.messages import Batch, Record, RolloutGroup, Sample, ScoredGroup, Weights
@@ -37,7 +43,9 @@ class Known:
     """The rollouts of a group that is recorded, or is about to be (`offset` in its commit)."""
 
     keys: tuple[bytes, ...]
-    sha256: str
+    salt: bytes
+    shape_sha256: str
+    tokens_sha256: str
     offset: int
     size: int
     lengths: tuple[int, ...]
@@ -108,7 +116,7 @@ class Gathering:
     def _group(self, edge: str, group: RolloutGroup, scored: ScoredGroup | None) -> Make:
         rollouts = group.rollouts
         found = self._rollouts(group, scored)
-        text = group_text(group, scored.scores if scored else ())
+        text = found.salt + group_text(group, scored.scores if scored else ())
         text_at = self._text(text)
         fields: dict[str, Any] = {
             "edge": edge,
@@ -127,8 +135,9 @@ class Gathering:
             "seeds": tuple(r.seed for r in rollouts),
             "more": more(rollouts, OF_ROLLOUT),
             "scores": scores_entry(scored) if scored else None,
-            "arrays_sha256": found.sha256,
-            "prompt_sha256": sha256(prompt_text(group.prompt)),
+            "shape_sha256": found.shape_sha256,
+            "tokens_sha256": found.tokens_sha256,
+            "prompt_sha256": sha256(found.salt + prompt_text(group.prompt)),
             "text_sha256": sha256(text),
         }
         return lambda starts: GroupEntry(**fields, arrays=found.at(starts), text=text_at(starts))
@@ -141,9 +150,12 @@ class Gathering:
             arrays = columns(group.rollouts)
             lengths = tuple(len(r.tokens) for r in group.rollouts)
             rewards = tuple(s.value for s in scored.scores) if scored else (float("nan"),) * len(lengths)
+            salt = os.urandom(SALT_BYTES)
             found = Known(
-                keys, arrays_sha256(arrays), self._add("rollouts", arrays), sum(lengths), lengths, rewards
-            )
+                keys=keys, salt=salt, shape_sha256=arrays_sha256(some(arrays, SHAPE)),
+                tokens_sha256=arrays_sha256(some(arrays, PRIVATE), salt),
+                offset=self._add("rollouts", arrays), size=sum(lengths), lengths=lengths, rewards=rewards,
+            )  # fmt: skip
         self.fresh[group.id] = found
         if scored is not None:
             self.fresh[scored.id] = found
@@ -156,9 +168,17 @@ class Gathering:
         rollout = self._matched(samples)
         own = [s for s, k in zip(samples, rollout, strict=True) if k < 0]
         read = [s.reference for s in samples if s.reference is not None]
-        own_place = self._stored("rollouts", columns(own))
-        advantages = self._stored("advantages", {"values": joined([s.advantages for s in samples])})
-        reference = self._stored("reference", {"values": joined(read)})
+        own_columns, values, of_reference = (
+            columns(own),
+            joined([s.advantages for s in samples]),
+            joined(read),
+        )
+        own_place = self._stored("rollouts", own_columns)
+        advantages = self._stored("advantages", {"values": values})
+        reference = self._stored("reference", {"values": of_reference})
+        salt = os.urandom(SALT_BYTES) if own or read else b""
+        salt_place = self._text(salt)
+        hashes = [self._hashes(name) for name in groups]
         fields: dict[str, Any] = {
             "edge": edge,
             "id": batch.id,
@@ -175,11 +195,18 @@ class Gathering:
             "behaviour": tuple(s.logprobs is not None for s in samples),
             "referenced": tuple(s.reference is not None for s in samples),
             "more": more(samples, OF_SAMPLE),
-            "sha256": batch_sha256(batch),
+            "sha256": batch_sha256(hashes, own_columns, values),
+            "tokens_sha256": batch_tokens_sha256(own_columns, of_reference, salt),
         }
         return lambda starts: BatchEntry(
-            **fields, own=own_place(starts), advantages=advantages(starts), reference=reference(starts)
-        )
+            **fields, own=own_place(starts), advantages=advantages(starts), reference=reference(starts),
+            salt=salt_place(starts),
+        )  # fmt: skip
+
+    def _hashes(self, name: str) -> str:
+        """Of a group: what binds its arrays; empty for one that isn't known."""
+        known = self._known(name)
+        return known.shape_sha256 + known.tokens_sha256 if known else ""
 
     def _matched(self, samples: tuple[Sample, ...]) -> tuple[int, ...]:
         """For each sample the number of the rollout in its group that it is, each once; -1 for none."""
@@ -198,7 +225,7 @@ class Gathering:
     def _record(self, edge: str, record: Record) -> Make:
         text = b""
         if not any(isinstance(v, np.ndarray) for v in record.__dict__.values()):
-            text = record.model_dump_json().encode()
+            text = os.urandom(SALT_BYTES) + record.model_dump_json().encode()
         at = self._text(text)
         fields: dict[str, Any] = {
             "edge": edge,

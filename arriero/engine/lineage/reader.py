@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from arriero.engine.lineage.chain import GENESIS, ChainError, Line, lines, link
-from arriero.engine.lineage.content import TOKENS, Columns, batch_of, columns, group_of, pieces
+from arriero.engine.lineage.content import SALT_BYTES, TOKENS, Columns, batch_of, columns, group_of, pieces
 from arriero.engine.lineage.spaces import Spaces
 from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Trained
 from arriero.schemas.lineage import (
     Anchor,
     BatchEntry,
     Closed,
+    Committed,
     Entry,
     GroupEntry,
     Noted,
@@ -23,6 +24,7 @@ from arriero.schemas.lineage import (
     Place,
     RecordEntry,
     Redacted,
+    Reopened,
     RunEntry,
     WeightsEntry,
 )
@@ -55,7 +57,12 @@ class Lineage:
         self.records: dict[str, RecordEntry] = {}
         self.weights: list[WeightsEntry] = []
         self.run: list[RunEntry] = []
-        self.redacted: set[str] = set()
+        self.redacted: set[str] = set()  # ids of groups, records and batches of which something is gone
+        self.reasons: list[str] = []  # for which
+        self.late: list[str] = []  # entries behind the end that have no business there
+        self.ends: list[
+            Anchor
+        ] = []  # the heads since the record was closed: at first, and as it was redacted
         self.twice: list[str] = []  # ids recorded more than once on one edge
         self.broken = ""
         self._count, self._head = 0, GENESIS
@@ -82,7 +89,9 @@ class Lineage:
         if not self.broken and line.hash != link(self._head, line.body):
             self.broken = f"entry {line.number} was changed, or something before it was taken away or put in"
         self._count, self._head = line.number + 1, line.hash
-        self._sort(line.entry)
+        entry = line.entry
+        self._sort(entry)
+        self._follow(entry)
 
     def _sort(self, entry: Entry) -> None:
         match entry:
@@ -103,10 +112,23 @@ class Lineage:
                 self.run.append(entry)
             case Opened():
                 self.opened = self.opened or entry
+            case _:
+                pass
+
+    def _follow(self, entry: Entry) -> None:
+        """Whether the record is over, and what came since."""
+        match entry:
             case Closed():
                 self.closed = entry
+            case Reopened():
+                self.closed = None
             case Redacted():
-                self.redacted.update(entry.groups)
+                self.redacted.update((*entry.groups, *entry.records, *entry.batches))
+                self.reasons.append(entry.reason)
+            case Committed() if self.closed is not None:
+                self.ends.append(self.anchor)
+            case _ if self.closed is not None:
+                self.late.append(f"entry {self._count - 1} ({entry.kind})")
             case _:
                 pass
 
@@ -143,26 +165,38 @@ class Lineage:
         return self._tokens(group.arrays)
 
     def text(self, place: Place) -> bytes:
+        """The bytes as they stand there, the salt first."""
         return self._spaces.read("text", place, "bytes")["bytes"].tobytes() if place.size else b""
 
     def group(self, name: str) -> ScoredGroup | RolloutGroup:
         """The record itself, as it was. KeyError for an unknown id."""
         entry = self.groups[name]
-        return group_of(entry, self.arrays(entry), self.text(entry.text))
+        text = b"" if name in self.redacted else self.text(entry.text)[SALT_BYTES:]
+        return group_of(entry, self.arrays(entry), text)
 
     def batch(self, name: str) -> Batch:
         """The batch itself, bit for bit as it passed to the trainer. KeyError for an unknown id."""
         entry = self.batches[name]
         held = {k: self.arrays(self.groups[g]) for k, g in enumerate(entry.groups) if self._needs(entry, k)}
         at = {k: pieces(self.groups[entry.groups[k]].lengths) for k in held}
-        own = self._tokens(entry.own)
+        own = self.own(entry)
         own_at = iter(pieces(n for n, k in zip(entry.lengths, entry.rollout, strict=True) if k < 0))
         tokens: list[Columns] = []
         for group, rollout in zip(entry.group, entry.rollout, strict=True):
             arrays, piece = (held[group], at[group][rollout]) if rollout >= 0 else (own, next(own_at))
             tokens.append({name: arrays[name][piece] for name in TOKENS})
-        values = [self._values("advantages", entry.advantages), self._values("reference", entry.reference)]
-        return batch_of(entry, tokens, *values)
+        return batch_of(entry, tokens, self.advantages(entry), self.reference(entry))
+
+    def own(self, batch: BatchEntry) -> Columns:
+        """The token arrays of its samples that are no recorded rollout's, one after the other."""
+        return self._tokens(batch.own)
+
+    def advantages(self, batch: BatchEntry) -> npt.NDArray[np.float32]:
+        """Of all its samples, one after the other; so is `reference`, of those that have one."""
+        return self._values("advantages", batch.advantages)
+
+    def reference(self, batch: BatchEntry) -> npt.NDArray[np.float32]:
+        return self._values("reference", batch.reference)
 
     def trained_batch(self, step: Trained) -> Batch:
         """What the step was made from: its batch without the groups that the trainer dropped as stale."""

@@ -1,0 +1,140 @@
+"""What is redacted is gone, the chain and all else can still be proven, and the audit says so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from arriero.engine.lineage.reader import Lineage
+from arriero.engine.lineage.spaces import Spaces
+from arriero.launchers.audit import audited
+from arriero.launchers.cli import main
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.messages import ScoredGroup
+from tests.inline_runs import recorded_grpo, tiny_model
+from tests.lineage_runs import recorded_run
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return recorded_run(tmp_path_factory.mktemp("honest") / "run")
+
+
+@pytest.fixture
+def run(honest: RunDir, tmp_path: Path) -> RunDir:
+    shutil.copytree(honest.path, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+def test_a_redacted_prompt_is_gone_and_everything_else_still_proven(
+    honest: RunDir, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = Lineage(str(run.path))
+    (name,) = [k for k, g in before.groups.items() if g.prompt.row == 3 and g.prompt.split == "train"]
+    step = next(s for s in before.steps if name in before.batches[s.batch].groups)
+    assert main(["lineage", "redact", str(run.path), "--row", "3", "--reason", "asked to"]) == 0
+    assert "redacted 1 groups" in capsys.readouterr().out
+
+    after = Lineage(str(run.path))
+    assert isinstance(group := after.group(name), ScoredGroup)
+    assert {group.group.prompt.text, *(r.text for r in group.group.rollouts)} == {""}
+    entry = after.groups[name]
+    arrays = after.arrays(entry)
+    assert not arrays["tokens"].any()
+    assert np.nan_to_num(arrays["logprobs"]).any() == np.False_
+    assert not any(after.text(entry.text))
+    assert entry == before.groups[name]
+    assert after.trained_batch(step).samples  # its shape, rewards and advantages are left
+    other = after.text(after.groups[next(k for k in after.groups if k != name)].text)
+    assert b"2 + 2" in other or b"1 + 3" in other
+
+    report = audited(str(run.path))
+    assert report.findings == []
+    assert "1 REDACTED: asked to" in report.done["content"]
+    assert report.left == ["rewards of reward: 1 groups are redacted"]
+    assert report.done["advantages of advantage"] == "4 batches computed again"
+    assert report.done["rewards of reward"] == "57 computed again"
+    kept = honest.read_summary().lineage
+    assert kept is not None
+    assert report.head != kept.head
+    assert audited(str(run.path), head=kept.head).findings == []
+
+
+def test_redaction_is_no_cover_for_another_change(run: RunDir) -> None:
+    assert main(["lineage", "redact", str(run.path), "--row", "3"]) == 0
+    record = Lineage(str(run.path))
+    gone = next(k for k in record.groups if k in record.redacted)
+    entry, spaces = record.groups[gone], Spaces(str(run.lineage))
+    arrays = record.arrays(entry)
+    for name, value, what in (
+        ("versions", 3, "its mask or versions were changed"),
+        ("tokens", 5, "is said to be redacted, and some of its content is there"),
+    ):
+        values = arrays[name].copy()
+        values[1] = value
+        spaces.overwrite("rollouts", entry.arrays, {name: values})
+        assert what in [f.what for f in audited(str(run.path)).findings if f.check == "content"]
+        spaces.overwrite("rollouts", entry.arrays, {name: arrays[name]})
+    assert audited(str(run.path)).findings == []
+
+
+def test_everything_can_be_redacted_and_done_twice_changes_nothing(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert main(["lineage", "redact", str(run.path), "--all"]) == 0
+    first, second = [
+        line.rpartition(" ")[2] for line in capsys.readouterr().out.splitlines() if "now" in line
+    ]
+    assert first == second
+    report = audited(str(run.path))
+    assert report.findings == []
+    assert "20 REDACTED" in report.done["content"]
+    for file in (run.lineage / "rollouts" / "text").rglob("c/*"):
+        assert b"2 + 2" not in file.read_bytes()
+
+
+def test_supervised_text_goes_from_records_and_batches(tmp_path: Path) -> None:
+    data, path = tmp_path / "sums.jsonl", tmp_path / "run"
+    data.write_text("".join(f'{{"prompt": "{k}+1=", "response": "{k + 1}"}}\n' for k in range(4)))
+    words = ["run", "sft", "--model", tiny_model(tmp_path / "tiny"), "--data", str(data), "--steps", "2"]
+    words += ["--examples-per-step", "2", "--inline", "--quiet", "--run-dir", str(path)]
+    assert main(words) == 0
+    before = Lineage(str(path))
+    secret = {k for k, r in before.records.items() if b'"prompt":"2+1="' in before.text(r.text)}
+    assert main(["lineage", "redact", str(path), "--row", "2"]) == 0
+    after = Lineage(str(path))
+    assert {k for k, r in after.records.items() if not any(after.text(r.text))} == secret
+    trained = [s for b in after.batches for s in after.batch(b).samples]
+    assert {s.group for s in trained} & secret
+    assert all(s.tokens.any() == (s.group not in secret) for s in trained)
+    assert audited(str(path)).findings == []
+
+
+def test_a_trained_policy_is_audited_after_redaction_of_a_group(tmp_path: Path) -> None:
+    run = recorded_grpo(tmp_path)
+    name = next(iter(Lineage(str(run.path)).groups))
+    assert main(["lineage", "redact", str(run.path), "--group", name]) == 0
+    assert audited(str(run.path)).findings == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "say what to redact"),
+        (["--row", "3", "--all"], "say what to redact"),
+        (["--row", "999"], "no row 999 is on record"),
+        (["--prompt", "x"], "no prompt x is on record"),
+        (["--rows", "1"], "unknown option --rows"),
+    ],
+)
+def test_a_redaction_of_nothing_is_refused(
+    run: RunDir, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = Lineage(str(run.path)).anchor
+    assert main(["lineage", "redact", str(run.path), *words]) == 2
+    assert said in capsys.readouterr().err
+    assert Lineage(str(run.path)).anchor == head
