@@ -287,6 +287,29 @@ async def test_whitening_is_over_the_tokens_of_a_batch() -> None:
     assert [s.advantages[3] for s in batch.samples] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("component", "expected"),
+    [
+        # Rewards 1, 0, 0, 1: 0.5 over n and 0.57735 over n - 1, and what is added to it.
+        (GroupAdvantage(groups=1, baseline="mean", std=True, ddof=0, eps=0), 1.0),
+        (GroupAdvantage(groups=1, baseline="mean", std=True, eps=0.1), 0.5 / (3**-0.5 + 0.1)),
+        (GroupAdvantage(groups=1, baseline="mean", whiten=True, ddof=0), 1.0),
+    ],
+)
+async def test_the_deviation_is_the_one_that_was_named(component: GroupAdvantage, expected: float) -> None:
+    (batch,) = kept(await run(component, scored(0, 1, 0, 0, 1)))
+    assert [s.advantages[2] for s in batch.samples] == pytest.approx(
+        [expected, -expected, -expected, expected], abs=1e-5
+    )
+
+
+def test_options_of_a_deviation_that_nobody_divides_by_are_refused() -> None:
+    (line,) = GroupAdvantage(groups=1, ddof=0).problems(Alone(Four()))
+    assert line == "ddof=0 is of a deviation, but std and whiten are false; leave it out"
+    (line,) = GroupAdvantage(groups=1, whiten=True, eps=1e-4).problems(Alone(Four()))
+    assert line == "eps=0.0001 is added to a deviation, but std is false; leave it out"
+
+
 async def test_the_length_weighted_baseline_weighs_by_sampled_tokens() -> None:
     (batch,) = kept(await run(GroupAdvantage(groups=1, baseline="length_weighted"), scored(0, 1, 0, 0, 0)))
     assert [s.advantages[2] for s in batch.samples] == [0.75, -0.25, -0.25, -0.25]

@@ -139,6 +139,16 @@ def test_m2po_leaves_out_the_largest_squares_of_a_sequence_until_their_mean_is_s
     assert gradients == pytest.approx([0.0, 0.0, 0.0, math.exp(0.3), 0.0])
 
 
+def test_what_m2po_leaves_out_of_a_sequence_doesnt_depend_on_others_in_float32() -> None:
+    # Squares 0.0402 and 0.0361, mean 0.03815: within the bound, however far away the first sequence is.
+    tokens = packed([0.0] * 4, [1.0] * 4, sequences=[0, 0, 1, 1])
+    single = replace(
+        tokens, **{name: getattr(tokens, name).float() for name in ("advantages_T", "behaviour_T")}
+    )
+    logprobs_T = torch.tensor([1000.0, 1000.0, 0.2005, 0.19])
+    assert M2PO(second_moment=0.0385).clipped(logprobs_T, single).tolist() == [True, True, False, False]
+
+
 def test_decoupled_ppo_with_the_behaviour_as_proximal_policy_is_ppo() -> None:
     behaviour, logprobs = [-1.0, -2.0, -0.5], [-0.8, -2.6, -0.4]
     tokens = packed(behaviour, [1.0, 1.0, -1.0], proximal=behaviour)

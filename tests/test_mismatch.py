@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,14 @@ def test_later_updates_of_a_step_leave_what_the_first_one_measured() -> None:
     assert together["fresh_mismatch"] == 0.25
     assert together["fresh_tokens"] == 2
     assert together["mismatch"] == 1.125
+
+
+@pytest.mark.parametrize("difference", [-900.0, 900.0])
+def test_ratios_beyond_all_numbers_leave_measures_that_are_numbers(difference: float) -> None:
+    found = measured([difference] * 3, [2] * 3, fresh=3)
+    assert all(math.isfinite(value) for value in found.values())
+    assert found["mismatch_max"] == 900
+    assert found["effective_samples"] == pytest.approx(1)  # all alike
 
 
 def report(mean: float, share: float, tokens: float = 1000) -> dict[str, float]:

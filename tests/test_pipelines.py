@@ -12,14 +12,16 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from arriero import pipelines
 from arriero.components.chat import ChatFormat
 from arriero.components.laws import check_laws, graph_losses
 from arriero.components.optimizer import AdamW
 from arriero.components.recipe import SampledConfig
 from arriero.components.rewards import Contains
 from arriero.components.sampling import Sampling
-from arriero.engine.errors import GraphError
+from arriero.engine.errors import GraphError, UserError
 from arriero.engine.graph import Graph
+from arriero.launchers.options import Arguments, resolve_command
 from arriero.pipelines.aipo import AIPOConfig, aipo
 from arriero.pipelines.cispo import CISPOConfig, cispo
 from arriero.pipelines.dapo import DAPOConfig, dapo
@@ -92,6 +94,21 @@ def test_a_pipeline_is_checked_and_comes_back_from_its_serialised_form(name: str
     assert [str(v) for loss in graph_losses(again).values() for v in check_laws(loss)] == []
 
 
+def test_a_pipeline_is_a_page() -> None:
+    lengths = {f.name: len(f.read_text().splitlines()) for f in Path(pipelines.__file__).parent.glob("*.py")}
+    assert len(lengths) > len(PIPELINES)
+    assert {name: n for name, n in lengths.items() if n >= 60} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("grpo", "clip-low"), ("ppo", "clip"), ("gspo", "clip-low"), ("grpo", "dual-clip")]
+)
+def test_a_clip_that_isnt_one_is_refused_by_its_key(name: str, given: str) -> None:
+    wrong = "0.5" if given == "dual-clip" else "1.5"
+    with pytest.raises(UserError, match=rf"{given.replace('-', '_')} = {wrong} \(command line\) should be"):
+        resolve_command(PIPELINES[name][1], Arguments, [f"--{given}", wrong])
+
+
 OTHER: dict[str, Any] = {
     "model": "elsewhere",
     "teacher": "elsewhere",
@@ -104,6 +121,7 @@ OTHER: dict[str, Any] = {
     "chat": ChatFormat(template="model"),
     "optimizer": AdamW(lr=0.5),
     "aggregation": "token_mean",
+    "dual_clip": 3.0,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from arriero.components.losses import AIPO, CrossEntropy
 from arriero.components.mismatch import MismatchGate
 from arriero.components.optimizer import SGD, AdamW, Muon
+from arriero.components.recorded import RecordedRollouts
 from arriero.components.sampling import Sampling
 from arriero.components.stragglers import Stragglers
 from arriero.components.trainer import Trainer
@@ -29,6 +31,8 @@ from arriero.components.training_options import Average, LoRA, TrainingOptions
 from arriero.engine.errors import UserError
 from arriero.engine.weights import WeightReceiver, WeightSender, destroy
 from tests.batches import random_batch
+from tests.drive import Alone
+from tests.inline_runs import saved
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from tests.training_states import GENTLE, gradients, state_of
 
@@ -105,6 +109,35 @@ def test_adapters_arrive_merged_under_the_names_of_the_model(
 def test_targets_that_the_model_lacks_are_named() -> None:
     with pytest.raises(UserError, match=r"lora.targets=gate: Target modules .*gate.* not found"):
         state_of(options=TrainingOptions(lora=LoRA(rank=2, targets=("gate",))))
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_targets_that_the_model_lacks_are_known_before_it_is_loaded(
+    make: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    there = "q_proj" if make is tiny_llama else "c_attn"
+    model = saved(make(), tmp_path)
+    assert LoRA(rank=2).problems(model) == LoRA(rank=2, targets=(there,)).problems(model) == []
+    # peft would train the one that is there and say nothing of the other.
+    some = TrainingOptions(lora=LoRA(rank=2, targets=(there, "gate")))
+    trainer = Trainer(model=model, loss=AIPO(), steps=1, training=some)
+    (line,) = trainer.problems(Alone(RecordedRollouts(path="x")))
+    assert line.startswith(f"training.lora.targets=gate: {model} has no such module, but ")
+    assert f"{there}, " in line
+    (line,) = LoRA(rank=2, targets=("all-linear", there)).problems(model)
+    assert line.endswith("; all-linear stands alone")
+
+
+def test_a_compiler_that_isnt_there_is_missed_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = TrainingOptions(compile=True)
+    monkeypatch.setenv("CXX", sys.executable)
+    assert options.problems(ranks=1, optimizer="adamw") == []
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (line,) = options.problems(ranks=1, optimizer="adamw")
+    assert line.startswith("training.compile=true needs a C++ compiler, but g++ isn't there; install g++")
 
 
 @pytest.mark.parametrize("used_for", ["save", "publish", "both"])

@@ -43,7 +43,7 @@ def add_lora(model: torch.nn.Module, config: LoRA) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(f"lora.rank={config.rank} needs peft: pip install 'arriero[lora]'") from error
-    targets = config.targets[0] if config.targets == ("all-linear",) else list(config.targets)
+    targets = config.targets[0] if config.targets == LoRA().targets else list(config.targets)
     untyped: tuple[Any, Any] = (LoraConfig, inject_adapter_in_model)
     described = untyped[0](
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0,

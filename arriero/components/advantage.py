@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass as plain_dataclass
-from dataclasses import field
+from collections.abc import AsyncIterator, Iterable
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantages import (
@@ -21,12 +19,15 @@ from arriero.components.advantages import (
     remax_advantage,
     whitened_tokens,
 )
+from arriero.components.waiting import Ready, Waiting
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.runtime.context import admission_order, count
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Batch, Dropped, Outcome, Rollout, Sample, Score, ScoredGroup
 
 log = logging.getLogger(__name__)
+
+_EPS = 1e-6  # verl's; TRL has 1e-4
 
 
 @runtime_checkable
@@ -65,7 +66,8 @@ class GroupAdvantage:
     sampling (DAPO, arXiv:2503.14476, section 3.2). truncated: a response that ended at the limit of tokens is
     trained on, or has part in the `baseline_only` (DAPO's overlong filter, section 3.4). whiten: advantages
     of a batch have mean 0 and variance 1 over its tokens (REINFORCE++, arXiv:2501.03262). best: the advantage
-    of a sample becomes `best_weights` of those of its batch times their number, so 1 on average.
+    of a sample becomes `best_weights` of those of its batch times their number, so 1 on average. Deviations
+    are over n - `ddof`; `eps` is added to that of `std`.
 
     In a deterministic run a batch holds the groups with the smallest admission numbers that weren't dropped,
     in that order, whatever the order of arrival. A missing number may still come, or was dropped elsewhere;
@@ -78,6 +80,8 @@ class GroupAdvantage:
     baseline: Baseline | Literal["greedy"] = "leave_one_out"
     std: bool = False
     whiten: bool = False
+    ddof: Literal[0, 1] = 1
+    eps: NonNegativeFloat = _EPS
     best: BestSamples | None = None
     filter_constant: bool = False
     truncated: Literal["train", "baseline_only"] = "train"
@@ -90,7 +94,10 @@ class GroupAdvantage:
         for source in view.upstream(HasSamples):  # type: ignore[type-abstract]  # an instance check needs no class
             if why := self._too_small(source.samples):
                 yield f"baseline={self.baseline}, std={self.std} with samples={source.samples}: {why}"
-
+        if self.ddof != 1 and not (self.std or self.whiten):
+            yield f"ddof={self.ddof} is of a deviation, but std and whiten are false; leave it out"
+        if self.eps != _EPS and not self.std:
+            yield f"eps={self.eps} is added to a deviation, but std is false; leave it out"
         if self.whiten and self.best:
             yield "whiten=True and best are two scales for one batch; leave one of them out"
         yield from self._about_greedy(view)
@@ -109,14 +116,15 @@ class GroupAdvantage:
     async def run(self, scored: Stream[ScoredGroup]) -> AsyncIterator[Batch | Dropped]:
         bound = admission_order()
         ordered = bound is not None
-        waiting = _Waiting(groups=self.groups, most=((bound or 0) + 1) * self.groups)
+        waiting = Waiting(groups=self.groups, most=((bound or 0) + 1) * self.groups)
         async for record in scored:
             ready = self._samples(record)
             if isinstance(ready, Dropped):
-                waiting.gone(_origin(record))
+                if ordered:
+                    waiting.gone(_origin(record))
                 yield ready
             else:
-                waiting.add(_origin(record), _Ready(id=record.id, samples=ready))
+                waiting.add(_origin(record), Ready(id=record.id, samples=ready))
             while groups := waiting.next(ordered=ordered):
                 yield self._batch(groups)
         for groups in waiting.rest(ordered=ordered):
@@ -130,10 +138,10 @@ class GroupAdvantage:
                         detail=f"last {len(groups)} of {self.groups} groups",
                     )
 
-    def _batch(self, groups: list[_Ready]) -> Batch:
+    def _batch(self, groups: list[Ready]) -> Batch:
         samples = tuple(s for g in groups for s in g.samples)
         if self.whiten:
-            samples = _whitened(samples)
+            samples = _whitened(samples, self.ddof)
         if self.best:
             samples = _weighed(samples, self.best)
         origins = tuple(sorted({s.origin for s in samples if s.origin >= 0}))
@@ -163,7 +171,9 @@ class GroupAdvantage:
             advantages = np.concatenate([remax_advantage([reward], greedy[0]) for reward in rewards])
         else:
             lengths = [int(rollout.mask.sum()) for rollout, _ in usable]
-            advantages = group_advantage(rewards, baseline=self.baseline, std=self.std, lengths=lengths)
+            advantages = group_advantage(
+                rewards, baseline=self.baseline, std=self.std, ddof=self.ddof, eps=self.eps, lengths=lengths
+            )
         samples = tuple(
             _sample(record, rollout, score, float(advantage))
             for (rollout, score), advantage in zip(usable, advantages, strict=True)
@@ -224,12 +234,6 @@ def _origin(record: ScoredGroup) -> int:
     return record.origins[0] if record.origins else -1
 
 
-@plain_dataclass(frozen=True, kw_only=True)
-class _Ready:
-    id: str
-    samples: tuple[Sample, ...]
-
-
 def _weighed(samples: tuple[Sample, ...], best: BestSamples) -> tuple[Sample, ...]:
     values = [float(s.advantages[s.mask][0]) for s in samples]
     weights = len(samples) * best_weights(values, eps=best.eps, fraction=best.fraction)
@@ -239,57 +243,11 @@ def _weighed(samples: tuple[Sample, ...], best: BestSamples) -> tuple[Sample, ..
     )
 
 
-def _whitened(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
-    changed = whitened_tokens([s.advantages[s.mask] for s in samples])
+def _whitened(samples: tuple[Sample, ...], ddof: Literal[0, 1]) -> tuple[Sample, ...]:
+    changed = whitened_tokens([s.advantages[s.mask] for s in samples], ddof=ddof)
     out: list[Sample] = []
     for sample, values in zip(samples, changed, strict=True):
         advantages = np.zeros(len(sample.mask), np.float32)
         advantages[sample.mask] = values
         out.append(sample.model_copy(update={"advantages": advantages}))
     return tuple(out)
-
-
-@plain_dataclass(kw_only=True)
-class _Waiting:
-    """Groups that have arrived and are in no batch; `_next` is the smallest number that isn't settled."""
-
-    groups: int
-    most: int
-    _held: list[tuple[int, _Ready]] = field(default_factory=list[tuple[int, _Ready]])
-    _gone: set[int] = field(default_factory=set[int])
-    _next: int = 0
-
-    def add(self, origin: int, group: _Ready) -> None:
-        self._held.append((origin, group))
-
-    def gone(self, origin: int) -> None:
-        self._gone.add(origin)
-
-    def next(self, *, ordered: bool) -> list[_Ready]:
-        """The groups of the next batch; empty while it isn't known."""
-        if len(self._held) < self.groups:
-            return []
-        if ordered:
-            self._held.sort(key=lambda item: item[0])
-            if len(self._held) < self.most and not self._unbroken():
-                return []
-        return self._take()
-
-    def rest(self, *, ordered: bool) -> Iterator[list[_Ready]]:
-        """What is left at the end of the stream, when no missing number can come any more."""
-        if ordered:
-            self._held.sort(key=lambda item: item[0])
-        while self._held:
-            yield self._take()
-
-    def _take(self) -> list[_Ready]:
-        taken, self._held = self._held[: self.groups], self._held[self.groups :]
-        self._next = max(self._next, taken[-1][0] + 1)
-        self._gone = {origin for origin in self._gone if origin >= self._next}
-        return [group for _, group in taken]
-
-    def _unbroken(self) -> bool:
-        """Whether every number from `_next` to the last of the next batch is held or gone."""
-        first, last = self._next, self._held[self.groups - 1][0]
-        known = {origin for origin, _ in self._held} | self._gone
-        return all(origin in known for origin in range(first, last + 1))

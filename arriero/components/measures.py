@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from arriero.components.losses.loss import MAX_LOG_RATIO
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -52,7 +54,9 @@ class Measures:
         log_ratio_T = torch.zeros_like(logprobs_T, dtype=torch.float64)
         if self.off_policy and tokens.behaviour_T is not None:
             log_ratio_T = logprobs_T.double() - tokens.behaviour_T.double()
-        ratio_T, mismatch_T = log_ratio_T.exp(), log_ratio_T.abs()
+        # Limited on both sides: a step whose every ratio is 0 or infinite still has measures.
+        ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        mismatch_T = log_ratio_T.abs()
         # Unbiased and never negative: r - 1 - log r, J. Schulman, "Approximating KL divergence" (2020), k3.
         kl_T = ratio_T - 1 - log_ratio_T
         per_token = (entropy_T, clipped_T, mismatch_T, ratio_T, ratio_T.square(), kl_T)

@@ -77,6 +77,7 @@ class Trainer:
         if self.aggregation != "fixed_length" and self.horizon is not None:
             yield f"aggregation={self.aggregation} doesn't read horizon={self.horizon}; leave it out"
         yield from self.training.problems(ranks=view.ranks, optimizer=self.optimizer.kind)
+        yield from self.training.lora.problems(self.model)
         yield from self._unmet(facts(self.loss), view)
         if view.staleness and not self.loss.ratio_control:
             yield f"staleness {view.staleness} with {loss}, which controls no ratio; use AIPO or a clip"

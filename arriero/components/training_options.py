@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from dataclasses import field, fields
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.model_directory import weight_shapes
 from arriero.components.planning import Layout
 
 Precision = Literal["float32", "bfloat16"]
+
+_ALL = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -25,8 +30,20 @@ class LoRA:
 
     rank: NonNegativeInt = 0
     alpha: PositiveFloat = 32.0
-    targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=("all-linear",), min_length=1)
+    targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(_ALL,), min_length=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
+
+    def problems(self, model: str) -> list[str]:
+        """Targets that the model directory `model` has no matrix of; none if its files can't be read."""
+        if not self.rank or self.targets == (_ALL,):
+            return []
+        matrices = [n.removesuffix(".weight") for n, s in weight_shapes(model).items() if len(s) == 2]
+        absent = [t for t in self.targets if not any(f".{m}".endswith(f".{t}") for m in matrices)]
+        if not (matrices and absent):
+            return []
+        known = ", ".join(sorted({m.rpartition(".")[2] for m in matrices}))
+        also = f"; {_ALL} stands alone" if _ALL in absent else ""
+        return [f"training.lora.targets={','.join(absent)}: {model} has no such module, but {known}{also}"]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -89,6 +106,11 @@ class TrainingOptions:
             found.append(f"{_others(self.lora)} without an adapter; set training.lora.rank above 0")
         if self.lora.rank and importlib.util.find_spec("peft") is None:
             found.append(f"training.lora.rank={self.lora.rank} needs peft: pip install 'arriero[lora]'")
+        if self.compile and shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
+            found.append(
+                f"training.compile=true needs a C++ compiler, but {compiler} isn't there; install g++, or "
+                "name another one in CXX"
+            )
         return found
 
 

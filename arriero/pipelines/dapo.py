@@ -8,7 +8,7 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
-from arriero.components.losses import ClippedPolicyGradient
+from arriero.components.losses import ClipLow, ClippedPolicyGradient, DualClip
 from arriero.components.overlong import OverlongPenalty
 from arriero.components.recipe import PolicyGradientConfig
 from arriero.engine.graph import Graph
@@ -19,8 +19,9 @@ from arriero.schemas.messages import Weights
 class DAPOConfig(PolicyGradientConfig):
     """The penalty grows to `overlong_factor` over the last `overlong_buffer` of `max_new_tokens` tokens."""
 
-    clip_low: PositiveFloat = 0.2
+    clip_low: ClipLow = 0.2
     clip_high: PositiveFloat = 0.28
+    dual_clip: DualClip = None
     overlong_buffer: NonNegativeInt = 16
     overlong_factor: PositiveFloat = 1.0
     truncated: Literal["train", "baseline_only"] = "train"
@@ -46,6 +47,6 @@ def dapo(cfg: DAPOConfig) -> Graph:
         truncated=cfg.truncated,
     )
     batches = g.add(advantage, name="advantage")(shaped)
-    loss = ClippedPolicyGradient(low=cfg.clip_low, high=cfg.clip_high)
+    loss = ClippedPolicyGradient(low=cfg.clip_low, high=cfg.clip_high, dual_clip=cfg.dual_clip)
     weights.close(g.add(cfg.trainer(loss), ranks=cfg.ranks)(batches))
     return g

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
-from arriero.components.losses import DecoupledPPO, ImportanceWeight
+from arriero.components.losses import ClipLow, DecoupledPPO, ImportanceWeight
 from arriero.components.recipe import PolicyGradientConfig
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Weights
@@ -18,7 +18,7 @@ class DecoupledPPOConfig(PolicyGradientConfig):
 
     staleness: NonNegativeInt = 4
     minibatches: PositiveInt = 4
-    clip: PositiveFloat = 0.2
+    clip: ClipLow = 0.2
     rho: PositiveFloat = 2.0
 
 

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
-from arriero.components.losses import GSPO
+from arriero.components.losses import GSPO, ClipLow
 from arriero.components.recipe import PolicyGradientConfig
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Weights
@@ -16,7 +16,7 @@ from arriero.schemas.messages import Weights
 class GSPOConfig(PolicyGradientConfig):
     """The clip acts on what `minibatches` updates change: its range is a thousandth of PPO's."""
 
-    clip_low: PositiveFloat = 3e-4
+    clip_low: ClipLow = 3e-4
     clip_high: PositiveFloat = 4e-4
     minibatches: PositiveInt = 4
 

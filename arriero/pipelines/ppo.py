@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
 from arriero.components.critic import Critic
-from arriero.components.losses import ClippedPolicyGradient
+from arriero.components.losses import ClipLow, ClippedPolicyGradient, DualClip
 from arriero.components.optimizer import AdamW
 from arriero.components.recipe import SampledConfig
 from arriero.components.reference import ReferenceLogprobs
@@ -20,21 +20,18 @@ from arriero.schemas.messages import Weights
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class PPOConfig(SampledConfig):
-    """`reward_model` is a directory made by the pipeline of this name; the others begin as `model`.
-
-    `kl` is the price of a nat away from the reference, paid by each token. `bootstrap`: a response that was
-    cut off goes on with the critic's value.
-    """
+    """`reward_model` is what that pipeline made; critic and reference begin as `model`."""
 
     reward_model: str
     rewards: PositiveInt = 1
     samples: PositiveInt = 1
-    kl: NonNegativeFloat = 0.05
+    kl: NonNegativeFloat = 0.05  # the price of a nat away from the reference, paid by each token
     gamma: float = Field(default=1.0, gt=0, le=1)
     lam: float = Field(default=0.95, ge=0, le=1)
-    clip: PositiveFloat = 0.2
+    clip: ClipLow = 0.2
+    dual_clip: DualClip = None
     value_clip: PositiveFloat = 0.2
-    bootstrap: bool = False
+    bootstrap: bool = False  # a response that was cut off goes on with the critic's value
     minibatches: PositiveInt = 4
     critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
 
@@ -47,9 +44,8 @@ def ppo(cfg: PPOConfig) -> Graph:
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     judge = RewardModel(model=cfg.reward_model, token_budget=cfg.token_budget)
     scored = g.add(judge, name="reward", replicas=cfg.rewards)(rollouts)
-    batches = g.add(
-        GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="none"), name="batch"
-    )(scored)
+    batcher = GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="none")
+    batches = g.add(batcher, name="batch")(scored)
     read = g.add(ReferenceLogprobs(model=cfg.model, token_budget=cfg.token_budget), name="reference")(batches)
     critic = Critic(
         model=cfg.model, steps=cfg.steps, optimizer=cfg.critic_optimizer, gamma=cfg.gamma, lam=cfg.lam,
@@ -57,6 +53,6 @@ def ppo(cfg: PPOConfig) -> Graph:
         token_budget=cfg.token_budget,
     )  # fmt: skip
     judged = g.add(critic, name="critic")(read)
-    trainer = cfg.trainer(ClippedPolicyGradient(low=cfg.clip, high=cfg.clip), minibatches=cfg.minibatches)
-    weights.close(g.add(trainer, ranks=cfg.ranks)(judged))
+    loss = ClippedPolicyGradient(low=cfg.clip, high=cfg.clip, dual_clip=cfg.dual_clip)
+    weights.close(g.add(cfg.trainer(loss, minibatches=cfg.minibatches), ranks=cfg.ranks)(judged))
     return g

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
-from arriero.components.losses import ClippedPolicyGradient, WithKL
+from arriero.components.losses import ClipLow, ClippedPolicyGradient, WithKL
 from arriero.components.recipe import PolicyGradientConfig
 from arriero.components.reference import ReferenceLogprobs
 from arriero.engine.graph import Graph
@@ -20,7 +20,7 @@ class ReinforcePPConfig(PolicyGradientConfig):
     """`baseline` none is REINFORCE++, mean its variant for groups; `kl` weighs the penalty."""
 
     baseline: Literal["none", "mean"] = "mean"
-    clip: PositiveFloat = 0.2
+    clip: ClipLow = 0.2
     kl: PositiveFloat = 1e-3
 
 

@@ -23,7 +23,7 @@ from arriero.components.losses.importance import (
     of_mean_one,
 )
 from arriero.components.losses.likelihood import AWR, CrossEntropy, Reinforce
-from arriero.components.losses.loss import Facts, Loss, Need, facts
+from arriero.components.losses.loss import ClipLow, DualClip, Facts, Loss, Need, facts
 from arriero.components.losses.masking import OffPolicyMask
 from arriero.components.losses.penalty import WithEntropy, WithKL, kl_estimate, kl_penalty
 from arriero.components.losses.preference import DPO, KTO, bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
@@ -45,10 +45,12 @@ __all__ = [
     "M2PO",
     "SAPO",
     "Aggregation",
+    "ClipLow",
     "ClippedPolicyGradient",
     "CrossEntropy",
     "Custom",
     "DecoupledPPO",
+    "DualClip",
     "Facts",
     "ImportanceWeight",
     "ImportanceWeighted",

@@ -8,7 +8,16 @@ from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from arriero.components.losses.importance import ImportanceWeight
-from arriero.components.losses.loss import Need, behaviour, full_precision, log_ratio, proximal, ratio
+from arriero.components.losses.loss import (
+    ClipLow,
+    DualClip,
+    Need,
+    behaviour,
+    full_precision,
+    log_ratio,
+    proximal,
+    ratio,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +34,9 @@ class ClippedPolicyGradient:
     arXiv:2503.14476.
     """
 
-    low: float = Field(default=0.2, gt=0, lt=1)
+    low: ClipLow = 0.2
     high: PositiveFloat = 0.2
-    dual_clip: float | None = Field(default=None, gt=1)
+    dual_clip: DualClip = None
     needs_behaviour: ClassVar[bool] = True
     ratio_control: ClassVar[bool] = True
 
@@ -55,7 +64,7 @@ class DecoupledPPO:
     Source: decoupled objective, arXiv:2110.00641; for language models AReaL, arXiv:2505.24298.
     """
 
-    low: float = Field(default=0.2, gt=0, lt=1)
+    low: ClipLow = 0.2
     high: PositiveFloat = 0.2
     weight: ImportanceWeight = Field(default_factory=ImportanceWeight)
     needs_behaviour: ClassVar[bool] = True

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.dataclasses import dataclass
 
-from arriero.components.losses.loss import Loss, Need
+from arriero.components.losses.loss import Loss, Need, Unclipped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Custom(Loss):
+class Custom(Unclipped, Loss):
     """`function(logprobs_T, tokens)` gives the loss [T] of each trained token; the rest says what it is.
 
     See `Loss` and `Facts` for the facts: the graph check relies on them, and the laws test some.
@@ -31,6 +31,3 @@ class Custom(Loss):
     def __call__(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
         losses_T: Tensor = self.function(logprobs_T, tokens)
         return losses_T
-
-    def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
-        return logprobs_T != logprobs_T

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from pydantic.dataclasses import dataclass
 
-from arriero.components.losses.loss import PerSequence, log_ratio, ratio
+from arriero.components.losses.loss import ClipLow, PerSequence, log_ratio, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,7 +140,7 @@ class CISPO:
     Source: MiniMax-M1, arXiv:2506.13585.
     """
 
-    low: float | None = Field(default=None, gt=0, lt=1)
+    low: ClipLow | None = None
     high: PositiveFloat = 1.0
     needs_behaviour: ClassVar[bool] = True
     ratio_control: ClassVar[bool] = True

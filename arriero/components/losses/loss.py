@@ -10,7 +10,19 @@ nor the ranks, nor padding can change the result. A sequence is never cut, so a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeAlias,
+    get_args,
+    runtime_checkable,
+)
+
+from pydantic import Field
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +30,10 @@ if TYPE_CHECKING:
     from arriero.components.packing import PackedTokens
 
 Need: TypeAlias = Literal["proximal", "reference", "entropy"]
+
+# Limits of a ratio: at least 1 - low, and a factor above 1 where a dual clip is set.
+ClipLow: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
+DualClip: TypeAlias = Annotated[float, Field(gt=1)] | None
 
 # exp(20) is far beyond every clip; without the limit an infinite ratio times a zero gradient is NaN.
 MAX_LOG_RATIO = 20.0
@@ -79,6 +95,35 @@ class Unclipped:
         return logprobs_T != logprobs_T
 
 
+class Around(Loss):
+    """For what is put around another `loss`: its facts are those of that one."""
+
+    loss: Loss
+
+    def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+        return self.loss.clipped(logprobs_T, tokens)
+
+    @property
+    def needs_behaviour(self) -> bool:  # type: ignore[override]  # that of the loss inside
+        return self.loss.needs_behaviour
+
+    @property
+    def ratio_control(self) -> bool:  # type: ignore[override]  # that of the loss inside
+        return self.loss.ratio_control
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return facts(self.loss).needs
+
+    @property
+    def together(self) -> int:
+        return facts(self.loss).together
+
+    @property
+    def policy_gradient(self) -> bool:
+        return facts(self.loss).policy_gradient
+
+
 class PerSequence:
     """Sums and means over the tokens of each sequence; the tokens of one `key_T` [T] stand in a row.
 
@@ -99,8 +144,11 @@ class PerSequence:
 
     def sum(self, x_T: Tensor) -> Tensor:
         """[S], differentiable."""
-        table_SW = x_T.new_zeros(len(self.counts_S), self._width)
-        return table_SW.index_put((self._row_T, self._place_T), x_T).sum(1)
+        return self._table(x_T).sum(1)
+
+    def running(self, x_T: Tensor) -> Tensor:
+        """[T]: for each token the sum over its sequence up to it; other sequences add no rounding."""
+        return self._table(x_T).cumsum(1)[self._row_T, self._place_T]
 
     def mean(self, x_T: Tensor) -> Tensor:
         """[S], differentiable."""
@@ -109,6 +157,10 @@ class PerSequence:
     def spread(self, x_S: Tensor) -> Tensor:
         """[T]: each token gets the value of its sequence."""
         return x_S[:, None].expand(-1, self._width)[self._row_T, self._place_T]
+
+    def _table(self, x_T: Tensor) -> Tensor:
+        table_SW = x_T.new_zeros(len(self.counts_S), self._width)
+        return table_SW.index_put((self._row_T, self._place_T), x_T)
 
 
 def log_ratio(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import ConfigDict, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from arriero.components.losses.loss import Loss, Need, PerSequence, facts, log_ratio
+from arriero.components.losses.loss import Around, Loss, PerSequence, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(arbitrary_types_allowed=True))
-class OffPolicyMask(Loss):
+class OffPolicyMask(Around):
     """`loss` without the tokens with A < 0 of sequences whose mean log(mu/pi) exceeds `delta` nats.
 
     Such a sequence is one that the policy would hardly sample any more: what is wrong with it is learned, and
@@ -31,7 +31,7 @@ class OffPolicyMask(Loss):
         return self.loss(logprobs_T, tokens).where(~self.masked(logprobs_T, tokens), 0.0)
 
     def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
-        return self.loss.clipped(logprobs_T, tokens) | self.masked(logprobs_T, tokens)
+        return super().clipped(logprobs_T, tokens) | self.masked(logprobs_T, tokens)
 
     def masked(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
         """Bool [T]: the tokens that are left out."""
@@ -42,19 +42,3 @@ class OffPolicyMask(Loss):
     @property
     def needs_behaviour(self) -> bool:  # type: ignore[override]  # always
         return True
-
-    @property
-    def ratio_control(self) -> bool:  # type: ignore[override]  # that of the loss inside
-        return self.loss.ratio_control
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return facts(self.loss).needs
-
-    @property
-    def together(self) -> int:
-        return facts(self.loss).together
-
-    @property
-    def policy_gradient(self) -> bool:
-        return facts(self.loss).policy_gradient

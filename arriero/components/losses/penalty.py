@@ -15,9 +15,9 @@ from pydantic import ConfigDict, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from arriero.components.losses.loss import (
+    Around,
     Loss,
     Need,
-    facts,
     full_precision,
     log_ratio,
     ratio,
@@ -64,7 +64,7 @@ def kl_penalty(
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(arbitrary_types_allowed=True))
-class WithKL(Loss):
+class WithKL(Around):
     """`loss + beta * KL(pi, ref)`, from the reference log-probabilities of the samples.
 
     `rho`: weigh the penalty by the ratio of policy to behaviour, at most `rho`, so that on stale data it is
@@ -84,32 +84,17 @@ class WithKL(Loss):
         penalty_T = kl_penalty(logprobs_T, reference(tokens), self.estimator, weight_T=weight_T)
         return self.loss(logprobs_T, tokens) + self.beta * penalty_T
 
-    def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
-        return self.loss.clipped(logprobs_T, tokens)
-
     @property
     def needs_behaviour(self) -> bool:  # type: ignore[override]  # that of the loss inside
-        return self.loss.needs_behaviour or self.rho is not None
-
-    @property
-    def ratio_control(self) -> bool:  # type: ignore[override]  # that of the loss inside
-        return self.loss.ratio_control
+        return super().needs_behaviour or self.rho is not None
 
     @property
     def needs(self) -> frozenset[Need]:
-        return facts(self.loss).needs | _REFERENCE
-
-    @property
-    def together(self) -> int:
-        return facts(self.loss).together
-
-    @property
-    def policy_gradient(self) -> bool:
-        return facts(self.loss).policy_gradient
+        return super().needs | _REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(arbitrary_types_allowed=True))
-class WithEntropy(Loss):
+class WithEntropy(Around):
     """`loss - beta * entropy`: of the whole distribution at each token, not an estimate from the sample."""
 
     loss: Loss
@@ -121,25 +106,6 @@ class WithEntropy(Loss):
             raise ValueError("an entropy bonus needs the entropy of the policy, which the trainer computes")
         return self.loss(logprobs_T, tokens) - self.beta * tokens.entropy_T
 
-    def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
-        return self.loss.clipped(logprobs_T, tokens)
-
-    @property
-    def needs_behaviour(self) -> bool:  # type: ignore[override]  # that of the loss inside
-        return self.loss.needs_behaviour
-
-    @property
-    def ratio_control(self) -> bool:  # type: ignore[override]  # that of the loss inside
-        return self.loss.ratio_control
-
     @property
     def needs(self) -> frozenset[Need]:
-        return facts(self.loss).needs | _ENTROPY
-
-    @property
-    def together(self) -> int:
-        return facts(self.loss).together
-
-    @property
-    def policy_gradient(self) -> bool:
-        return facts(self.loss).policy_gradient
+        return super().needs | _ENTROPY

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from arriero.components.losses.clipped import clipped_surrogate, surrogate_is_clipped
-from arriero.components.losses.loss import PerSequence, log_ratio, ratio
+from arriero.components.losses.loss import ClipLow, PerSequence, log_ratio, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ class GSPO:
     Source: arXiv:2507.18071; aggregated by sequence_mean there.
     """
 
-    low: float = Field(default=3e-4, gt=0, lt=1)
+    low: ClipLow = 3e-4
     high: PositiveFloat = 4e-4
     gradient: Literal["through_mean", "per_token"] = "through_mean"
     advantage: Literal["token", "sequence_mean"] = "token"

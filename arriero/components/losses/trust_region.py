@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, PositiveFloat
+from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from arriero.components.losses.loss import PerSequence, Unclipped, behaviour, log_ratio, ratio
+from arriero.components.losses.loss import ClipLow, PerSequence, Unclipped, behaviour, log_ratio, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +25,8 @@ class DPPO:
     Source: arXiv:2602.04879, binary total variation; the cap is its section 5.4.
     """
 
-    low: float = Field(default=0.2, gt=0, lt=1)
-    high: float = Field(default=0.2, gt=0, lt=1)
+    low: ClipLow = 0.2
+    high: ClipLow = 0.2
     cap: PositiveFloat = 20.0
     needs_behaviour: ClassVar[bool] = True
     ratio_control: ClassVar[bool] = True
@@ -69,18 +69,11 @@ class M2PO:
         order_T = square_T.argsort(stable=True)
         order_T = order_T.index_select(0, tokens.sequence_T.index_select(0, order_T).argsort(stable=True))
         per_sequence = PerSequence(tokens.sequence_T.index_select(0, order_T))
-        before_T = per_sequence.spread(per_sequence.counts_S.cumsum(0) - per_sequence.counts_S)
         counted_T = outward_T.index_select(0, order_T).to(square_T.dtype)
-        total_T = _within_runs(square_T.index_select(0, order_T), before_T)
-        count_T = _within_runs(counted_T, before_T)
+        total_T = per_sequence.running(square_T.index_select(0, order_T))
+        count_T = per_sequence.running(counted_T)
         over_T = (total_T > self.second_moment * count_T) & (counted_T > 0)
         return over_T.new_zeros(len(over_T)).index_copy(0, order_T, over_T)
-
-
-def _within_runs(x_T: Tensor, start_T: Tensor) -> Tensor:
-    """Running sum [T] of `x_T` within runs; the run of a token begins at `start_T`."""
-    sums_T = x_T.cumsum(0)
-    return sums_T - (sums_T - x_T).index_select(0, start_T)
 
 
 @dataclass(frozen=True, kw_only=True)
