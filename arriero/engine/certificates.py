@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -55,6 +56,16 @@ def address(host: str, port: int, certificate: Path) -> str:
     return f"tls://{shown}:{port}?{urlencode({'ca': str(certificate)})}"
 
 
+class _Harmless(logging.Filter):
+    """asyncio warns whenever a connection of nats-py with TLS is closed by the server."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "eof_received" not in str(record.msg)
+
+
+_HARMLESS = _Harmless()
+
+
 def trusting(url: str) -> ssl.SSLContext | None:
     """For `tls://host:port?ca=FILE`: trust the certificate in FILE, whatever host shows it. Else None.
 
@@ -69,4 +80,5 @@ def trusting(url: str) -> ssl.SSLContext | None:
     except OSError as error:  # ssl.SSLError too
         raise BrokerError(f"the broker's certificate {certificate} can't be read: {error}") from None
     context.check_hostname = False
+    logging.getLogger("asyncio").addFilter(_HARMLESS)  # once: it is the same filter
     return context

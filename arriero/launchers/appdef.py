@@ -54,7 +54,7 @@ def shapes(spec: GraphSpec) -> dict[str, tuple[NodeSpec, ...]]:
 
 def thread_counts(spec: GraphSpec, options: RunOptions, cores: int) -> dict[str, int]:
     """Threads of one process of each role: those that compute share the cores, the others get one."""
-    computing = {role: nodes for role, nodes in spec.roles.items() if any(_computes(n) for n in nodes)}
+    computing = {role: nodes for role, nodes in spec.roles.items() if any(computes(n) for n in nodes)}
     processes = sum(nodes[0].replicas * nodes[0].ranks for nodes in computing.values())
     share = max(1, cores // max(1, processes))
     return {role: options.threads.get(role, share if role in computing else 1) for role in spec.roles}
@@ -69,14 +69,14 @@ def visible_devices(spec: GraphSpec, gpus: Sequence[str]) -> dict[str, str]:
     devices: dict[str, str] = {}
     taken = 0
     for role, nodes in shapes(spec).items() if gpus else ():
-        ranks = min(nodes[0].ranks, len(gpus)) if any(_computes(n) for n in nodes) else 0
+        ranks = min(nodes[0].ranks, len(gpus)) if any(computes(n) for n in nodes) else 0
         for replica in range(nodes[0].replicas):
             devices[f"{role}-{replica}"] = ",".join(gpus[(taken + i) % len(gpus)] for i in range(ranks))
             taken += ranks
     return devices
 
 
-def _computes(node: NodeSpec) -> bool:
+def computes(node: NodeSpec) -> bool:
     """Whether the component's class says `computes: ClassVar[bool] = True`: it keeps cores busy."""
     return bool(getattr(resolve(node.component), "computes", False))
 

@@ -10,18 +10,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from arriero import __version__
 from arriero.engine.errors import UserError
 
 if TYPE_CHECKING:
     from arriero.launchers.catalog import Pipeline
-    from arriero.launchers.options import Arguments, Assignment
+    from arriero.launchers.options import Assignment
+    from arriero.launchers.preparing import Ready
     from arriero.launchers.rundir import RunDir
     from arriero.schemas.graph import GraphSpec
 
@@ -34,6 +34,8 @@ usage: arriero COMMAND ...
   check PIPELINE [the same] --laws                       try its losses against the laws every loss must obey
   plan PIPELINE --model M --gpus N [--hardware NAME]     how to split a cluster for it
   plan --from RUN                                        what to change about a run
+  run|check PIPELINE [the same] --on slurm|kubernetes    on a cluster, with a profile of arriero.toml
+  status|logs|cancel RUN                                 a run anywhere: its state, what it prints; stop it
   runs [DIR|RUN RUN] [--where key=value]                 list runs; what differs between two
   lineage RUN --step N|--rollout ID|--prompt ID|...      what trained these weights; what became of a prompt
   audit RUN [--head HASH] [--json]                       check a run from its record alone
@@ -50,6 +52,9 @@ _ABOUT_RUNS = {
     "lineage": "lineage:lineage",
     "audit": "audit:audit",
     "export": "exports.command:export",
+    "status": "job_commands:status",
+    "logs": "job_commands:logs",
+    "cancel": "job_commands:cancel",
 }
 OK, BROKEN, MISTAKE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
@@ -106,17 +111,6 @@ def _printed(text: Callable[[], str]) -> int:
     return OK
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """A pipeline with everything resolved and its graph checked."""
-
-    pipeline: Pipeline
-    options: Arguments
-    config: Any
-    sources: dict[str, str]
-    spec: GraphSpec
-
-
 def _pipeline(command: str, args: list[str]) -> Pipeline:
     from arriero.launchers import catalog
 
@@ -126,18 +120,9 @@ def _pipeline(command: str, args: list[str]) -> Pipeline:
 
 
 def _prepare(pipeline: Pipeline, args: list[str], base: Sequence[Assignment] = ()) -> Ready:
-    from arriero.engine.graph import HasRemarks
-    from arriero.launchers import catalog
-    from arriero.launchers.options import Arguments, resolve_command
+    from arriero.launchers.preparing import prepare
 
-    options, config, sources = resolve_command(pipeline.config_type, Arguments, args, base)
-    graph = catalog.build(pipeline, config)
-    spec = graph.check()
-    for node in graph.nodes.values() if not options.quiet else ():
-        if isinstance(node.component, HasRemarks):
-            for remark in node.component.remarks():
-                print(f"arriero: note: {node.name}: {remark}", file=sys.stderr)
-    return Ready(pipeline=pipeline, options=options, config=config, sources=sources, spec=spec)
+    return prepare(pipeline, args, base)
 
 
 def _wants_help(command: str, args: list[str]) -> str | None:
@@ -168,7 +153,15 @@ def _check(args: list[str]) -> int:
         return _printed(lambda: ready.spec.model_dump_json(indent=2))
     out = io.StringIO()
     show.report(ready.pipeline, ready.config, ready.sources, ready.spec, out)
+    if _on_cluster(ready):
+        from arriero.launchers import job_commands
+
+        job_commands.check(ready, out)
     return _printed(lambda: out.getvalue() if not ready.options.quiet else "")
+
+
+def _on_cluster(ready: Ready) -> bool:
+    return ready.options.on != "local" or bool(ready.options.profile)
 
 
 def _check_laws(spec: GraphSpec) -> int:
@@ -221,6 +214,10 @@ def _run(args: list[str]) -> int:
     ready = _prepare(_pipeline("run", args), args[1:])
     if ready.options.picture or ready.options.json or ready.options.laws:
         raise UserError("--picture, --json and --laws belong to arriero check")
+    if _on_cluster(ready):
+        from arriero.launchers import job_commands
+
+        return job_commands.run(ready, ["arriero", "run", *args])
     return _start(ready, ["arriero", "run", *args])[0]
 
 
@@ -247,50 +244,21 @@ def _eval(args: list[str]) -> int:
 
 def _start(ready: Ready, argv: list[str], *, result: bool = True) -> tuple[int, RunDir]:
     """Make the run directory and hand over to the launcher; the exit code, and the directory."""
-    import secrets
-    from datetime import UTC, datetime
-    from pathlib import Path
-
-    from arriero.launchers import provenance, rundir
-    from arriero.launchers.content_hashes import content_hashes
+    from arriero.launchers import launch, preparing
     from arriero.launchers.options import LaunchOptions
-    from arriero.schemas.run import RunOptions
 
-    given, name, now = ready.options, ready.pipeline.name, datetime.now(UTC)
-    options = RunOptions(
-        run_id=f"{name}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
-        seed=given.seed,
-        deterministic=given.deterministic,
-        wait_bound_s=given.wait_bound_s,
-        liveness_s=given.liveness_s,
-        max_dead_letters=given.max_dead_letters,
-        restarts=given.restarts,
-        record=given.record,
-        record_url=given.record_url,
-    )
-    path = ready.pipeline.search_path
-    placed = LaunchOptions(
+    given, path = ready.options, ready.pipeline.search_path
+    begun = preparing.begin(ready, argv)
+    if not given.quiet:
+        print(f"arriero: run directory {begun.run.path}", file=sys.stderr)
+    options = LaunchOptions(
         port=given.port,
         quiet=given.quiet or not result,
         result=result,
         python_path=(path,) if path else (),
     )
-    manifest = provenance.manifest(
-        run_id=options.run_id, pipeline=ready.pipeline, spec=ready.spec, config=ready.config,
-        sources=ready.sources, seed=given.seed, started=now, argv=argv,
-        content=content_hashes(ready.spec),
-    )  # fmt: skip
-    run = rundir.create(
-        Path(given.run_dir) if given.run_dir else rundir.default_path(name, now), overwrite=given.overwrite
-    )
-    run.begin(ready.spec, options, manifest)
-    provenance.write_diffs(run.path, manifest)
-    if not given.quiet:
-        print(f"arriero: run directory {run.path}", file=sys.stderr)
-    from arriero.launchers import launch
-
     start = launch.inline if given.inline else launch.launch
-    return start(ready.spec, options, run, placed), run
+    return start(ready.spec, begun.options, begun.run, options), begun.run
 
 
 if __name__ == "__main__":

@@ -23,13 +23,14 @@ from types import FrameType
 
 from arriero.engine.backlog import backlog_edge
 from arriero.engine.broker import Broker, BrokerError, EdgeDecl
-from arriero.engine.claim_stores import FolderStore
+from arriero.engine.claim_stores import ClaimStore, FolderStore, UrlStore
 from arriero.engine.errors import UserError
 from arriero.engine.lineage.recorder import RECORD, recorded
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.engine.rates import backlogs, capacities
 from arriero.launchers.parent import die_with_launcher
+from arriero.launchers.place import attempt
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import CONTROL_LOG, LEDGER_LOG, lengths_log, loop_log
@@ -38,13 +39,19 @@ from arriero.schemas.run import RunOptions
 
 TOKEN = "ARRIERO_TOKEN"
 HUB_FILE = "hub.json"
-_FOLDER = "broker"
+BROKER = "broker"
 
 
 class HubAddress(Message):
-    """`hub.json`: where the broker of this run listens."""
+    """`hub.json`: where the broker of this run listens.
+
+    On a cluster, whose replicas can't inherit it, the `token` too: only the owner can read the file.
+    `attempt` tells the runs of a job that was started again apart.
+    """
 
     url: str
+    token: str = ""
+    attempt: str = ""
 
 
 def edges(spec: GraphSpec, options: RunOptions) -> list[EdgeDecl]:
@@ -78,12 +85,19 @@ async def declare(broker: Broker, spec: GraphSpec, options: RunOptions) -> None:
     await broker.declare(edges(spec, options), logs(spec))
 
 
-async def wait_for_hub(run_dir: Path, *, bound_s: float) -> HubAddress:
-    """The address, once the hub has declared everything. Raises TimeoutError after `bound_s`."""
+def claim_store(options: RunOptions) -> ClaimStore:
+    """Where large payloads lie: in the memory of this host, or where all hosts of the run reach them."""
+    return UrlStore(options.claims_url) if options.claims_url else FolderStore.in_memory(options.run_id)
+
+
+async def wait_for_hub(run_dir: Path, *, bound_s: float, attempt: str = "") -> HubAddress:
+    """The address, once the hub of this attempt has declared everything. Raises TimeoutError."""
     deadline = time.monotonic() + bound_s
     while True:
         with suppress(FileNotFoundError):
-            return HubAddress.model_validate_json((run_dir / HUB_FILE).read_bytes())
+            found = HubAddress.model_validate_json((run_dir / HUB_FILE).read_bytes())
+            if found.attempt == attempt:
+                return found
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"waited {bound_s:.0f} s for the hub to write {run_dir / HUB_FILE}; see its log"
@@ -94,8 +108,8 @@ async def wait_for_hub(run_dir: Path, *, bound_s: float) -> HubAddress:
 def clean(run_dir: Path, run_id: str) -> None:
     """Remove what isn't the record of a run: address, token, messages; payloads and weights in memory."""
     (run_dir / HUB_FILE).unlink(missing_ok=True)
-    (run_dir / _FOLDER / "nats-server.conf").unlink(missing_ok=True)
-    shutil.rmtree(run_dir / _FOLDER / "store", ignore_errors=True)
+    (run_dir / BROKER / "nats-server.conf").unlink(missing_ok=True)
+    shutil.rmtree(run_dir / BROKER / "store", ignore_errors=True)
     FolderStore.in_memory(run_id).destroy()
     # As arriero.engine.weights.destroy for every loop, without importing torch for it.
     for segment in Path("/dev/shm").glob(f"arriero-arriero-{run_id}-*"):
@@ -151,7 +165,7 @@ def _serve(run_dir: Path, port: int) -> int:
     told = _Told()
     run = RunDir(run_dir)
     spec, options = run.read_graph(), run.read_options()
-    server = start_server(run_dir / _FOLDER, port=port, token=os.environ.get(TOKEN, ""))
+    server = start_server(run_dir / BROKER, port=port, token=os.environ.get(TOKEN, ""))
     try:
         return asyncio.run(_declare_and_wait(run_dir, spec, options, server, told))
     finally:
@@ -165,7 +179,7 @@ async def _declare_and_wait(
     broker = await NatsBroker.connect(server.url, server.token, run=options.run_id)
     try:
         await declare(broker, spec, options)
-        _publish(run_dir / HUB_FILE, HubAddress(url=server.url))
+        publish(run_dir / HUB_FILE, HubAddress(url=server.url, attempt=attempt()))
         await told.or_dead(server)
         if server.process.poll() is not None:
             raise BrokerError(
@@ -177,7 +191,7 @@ async def _declare_and_wait(
             await asyncio.wait_for(broker.close(), 2.0)
 
 
-def _publish(path: Path, address: HubAddress) -> None:
+def publish(path: Path, address: HubAddress) -> None:
     """Atomically: a role reads all of it or nothing."""
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 
-from arriero.engine.claim_stores import FolderStore
 from arriero.engine.claims import ClaimChecked
 from arriero.engine.errors import UserError
 from arriero.engine.memory import MemoryBroker
@@ -19,10 +18,11 @@ from arriero.engine.nats import NatsBroker
 from arriero.engine.runtime.role import Stopped, run_role
 from arriero.launchers.appdef import app_def, visible_devices
 from arriero.launchers.conductor import Conductor, end_roles, gone, interrupts
-from arriero.launchers.hub import HUB_FILE, TOKEN, clean, declare, wait_for_hub
+from arriero.launchers.hub import HUB_FILE, TOKEN, claim_store, clean, declare, wait_for_hub
 from arriero.launchers.local import LocalApp, Process
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.parent import LAUNCHER
+from arriero.launchers.place import attempt
 from arriero.launchers.provenance import own_gpus
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
@@ -68,9 +68,9 @@ async def _launched(spec: GraphSpec, options: RunOptions, run: RunDir, launch: L
             conductor = Conductor(spec, options, run, launch, app)
 
             async def work() -> None:
-                address = await wait_for_hub(run.path, bound_s=_HUB_S)
+                address = await wait_for_hub(run.path, bound_s=_HUB_S, attempt=attempt())
                 link = await NatsBroker.connect(address.url, token, run=options.run_id)
-                conductor.follow(ClaimChecked(link, FolderStore.in_memory(options.run_id)))
+                conductor.follow(ClaimChecked(link, claim_store(options)))
                 await conductor.supervisor.all_ended()
 
             outcome = await conductor.outcome(work(), interrupted)

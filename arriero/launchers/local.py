@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-import psutil
 from torchx.runner.api import Runner
 from torchx.schedulers.local_scheduler import CWDImageProvider, LocalScheduler
 from torchx.specs import AppDef
 
 from arriero.launchers.appdef import HUB, REPLICA
+from arriero.launchers.parent import signal_tree
 
 _SCHEDULER = "local_cwd"
 
@@ -67,15 +67,9 @@ class Process:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def signal(self, number: signal.Signals) -> None:
-        """To the replica and everything it has started, ranks and sandboxes in sessions of their own too."""
-        if self.process.poll() is not None:
-            return
-        with suppress(psutil.Error):
-            children = psutil.Process(self.process.pid).children(recursive=True)
-            self.process.send_signal(number)
-            for child in children:
-                with suppress(psutil.Error):
-                    child.send_signal(number)
+        """To the replica and everything it has started."""
+        if self.process.poll() is None:
+            signal_tree(self.process.pid, number)
 
 
 class _Scheduler(LocalScheduler):

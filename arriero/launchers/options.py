@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
@@ -30,6 +30,9 @@ class Arguments:
 
     config: Path | None = None  # TOML file with keys of the pipeline, tables for sections
     run_dir: str = ""  # directory that records the run; default runs/<pipeline>-<time>
+    on: Literal["local", "slurm", "kubernetes"] = "local"  # where: this machine, or a cluster
+    profile: str = ""  # of arriero.toml; default the one called like the cluster
+    wait: bool = False  # on a cluster: show what the run says until it is over
     overwrite: bool = False  # empty the run directory if it has been used
     inline: bool = False  # everything in this process, without servers
     deterministic: bool = False  # the same numbers every time, at some cost in speed

@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+from contextlib import suppress
 
 LAUNCHER = "ARRIERO_LAUNCHER"  # its process id, set by a local launch only
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,3 +40,14 @@ def _follow_into_death(handle: int, how: signal.Signals) -> None:
     watch.register(handle, select.POLLIN)
     watch.poll()
     os.kill(os.getpid(), how)
+
+
+def signal_tree(pid: int, number: signal.Signals) -> None:
+    """To a process and everything it has started, ranks and sandboxes in sessions of their own too."""
+    import psutil
+
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                one.send_signal(number)

@@ -38,21 +38,23 @@ STRICT = ConfigDict(extra="forbid")
 class RoleNeeds:
     """What one rank of a role needs, instead of what the graph and the profile say; `cpus` cores of one node.
 
-    `resource`: a named resource of TorchX, of which a replica gets all.
+    `resource`: a named resource of TorchX, of which a replica gets all. `apart`: on nodes of its own in a
+    heterogeneous job of Slurm; by default roles with GPUs are.
     """
 
     cpus: PositiveInt | None = None
     gpus: NonNegativeInt | None = None
     memory_mb: PositiveInt | None = None
     resource: str = ""
+    apart: bool | None = None
     env: dict[str, str] = Field(default_factory=dict)
     image: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SlurmNeeds:
-    """What goes to sbatch. `mode`: `heterogeneous`, one component per role with what the role needs, or
-    `packed`, one allocation of `nodes` nodes that all roles share.
+    """What goes to sbatch. `mode`: `heterogeneous`, a component for each role that is apart and one for the
+    rest, or `packed`, one allocation for all. `nodes`: of the allocation that roles share.
 
     `signal_s`: seconds before the end of the time limit at which the run is told to stop and requeue.
     `options`: any others of sbatch, by name.

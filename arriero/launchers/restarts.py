@@ -31,6 +31,10 @@ class Restarts:
         self.counts: Counter[str] = Counter()  # by replica
         self.over = False
 
+    def begin(self) -> None:
+        """All replicas have been started now."""
+        self._began = time.monotonic()
+
     def may(self, p: Replica) -> bool:
         """Whether `p` would be started again if it were killed now."""
         return (

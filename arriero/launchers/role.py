@@ -41,20 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(run_dir: Path, role: str, replica: int) -> None:
     from arriero.engine.broker import BrokerError
-    from arriero.engine.claim_stores import FolderStore
     from arriero.engine.claims import ClaimChecked
     from arriero.engine.nats import NatsBroker
     from arriero.engine.runtime.role import Stopped, run_role
-    from arriero.launchers.hub import TOKEN, wait_for_hub
+    from arriero.launchers.hub import TOKEN, claim_store, wait_for_hub
+    from arriero.launchers.place import attempt
     from arriero.launchers.rundir import RunDir
 
     run = RunDir(run_dir)
     spec, options = run.read_graph(), run.read_options()
-    address = await wait_for_hub(run_dir, bound_s=_HUB_BOUND_S)
+    address = await wait_for_hub(run_dir, bound_s=_HUB_BOUND_S, attempt=attempt())
     # Taken out: what a component starts (a reward's worker) has no business with the broker.
     token = os.environ.pop(TOKEN, "")
     link = await NatsBroker.connect(address.url, token, run=options.run_id)
-    broker = ClaimChecked(link, FolderStore.in_memory(options.run_id))
+    broker = ClaimChecked(link, claim_store(options))
     try:
         with suppress(Stopped):
             await run_role(

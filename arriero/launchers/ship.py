@@ -13,10 +13,10 @@ import hashlib
 import importlib.metadata
 import io
 import json
-import shutil
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import arriero
@@ -28,20 +28,30 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's first day: the same code gives the same 
 _MOST_BYTES = 64 << 20
 
 
-def ship(run: Path, roots: Iterable[Path]) -> str:
-    """Write the code into `run`/ship; its digest. `roots`: folders whose imported modules go along.
+@dataclass(frozen=True)
+class Code:
+    """Files for one folder, by name; `digest` is that of the index."""
+
+    files: Mapping[str, bytes]
+
+    @property
+    def digest(self) -> str:
+        return _sha256(self.files[start.INDEX])
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        for name, data in self.files.items():
+            (folder / name).write_bytes(data)
+
+
+def code(roots: Iterable[Path]) -> Code:
+    """arriero's code and the user's. `roots`: folders whose imported modules go along.
 
     Raises UserError if the user's part is absurdly large.
     """
-    folder = run / FOLDER
-    folder.mkdir(exist_ok=True)
     archives = {wheel_name(): wheel(), "user.zip": user_archive(roots)}
-    for name, data in archives.items():
-        (folder / name).write_bytes(data)
-    shutil.copyfile(str(start.__file__), folder / "start.py")
     index = json.dumps({name: _sha256(data) for name, data in archives.items()}, sort_keys=True).encode()
-    (folder / start.INDEX).write_bytes(index)
-    return _sha256(index)
+    return Code({**archives, start.INDEX: index, "start.py": Path(start.__file__).read_bytes()})
 
 
 def wheel_name() -> str:

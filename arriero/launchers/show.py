@@ -22,9 +22,9 @@ def report(
     from arriero.engine import picture
 
     print(f"{pipeline.name}: {pipeline.doc.partition(chr(10))[0]}\ngraph {spec.digest}", file=out)
-    _table("configuration", [("key", "value", "from"), *_config_rows(config, sources)], out)
-    _table("graph", picture.table(spec), out)
-    _table("roles", _role_rows(spec), out)
+    table("configuration", [("key", "value", "from"), *_config_rows(config, sources)], out)
+    table("graph", picture.table(spec), out)
+    table("roles", _role_rows(spec), out)
     print(picture.mermaid(spec), end="", file=out)
 
 
@@ -108,7 +108,7 @@ def _role_rows(spec: GraphSpec) -> list[tuple[str, ...]]:
     return rows
 
 
-def _table(title: str, rows: Sequence[Sequence[str]], out: IO[str]) -> None:
+def table(title: str, rows: Sequence[Sequence[str]], out: IO[str]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

@@ -69,8 +69,13 @@ class Supervisor:
     def watch_run(self, broker: Broker, on_poll: Callable[[], None]) -> None:
         """From now on control log and heartbeats count too; `on_poll` is called when `vitals` are new."""
         self._broker = broker
-        self._tasks.append(asyncio.create_task(self._guarded(self._follow_control(broker))))
-        self._tasks.append(asyncio.create_task(self._guarded(self._watch_vitals(broker, on_poll))))
+        self.restarts.begin()
+        self.watch(self._follow_control(broker))
+        self.watch(self._watch_vitals(broker, on_poll))
+
+    def watch(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` beside; should it raise, the run has failed."""
+        self._tasks.append(asyncio.create_task(self._guarded(work)))
 
     def fail(self, failure: Failure) -> None:
         """Something went wrong that the caller has seen."""

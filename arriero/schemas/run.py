@@ -15,6 +15,7 @@ class RunOptions(Message):
     """How a graph is run, apart from the graph. Written to the run directory, read by every role.
 
     `wait_bound_s` bounds every wait for a record, a place or a version; `liveness_s` the age of a heartbeat.
+    `claims_url`: where the hosts of a cluster find payloads too large for an edge; empty: memory of one host.
     """
 
     run_id: str
@@ -30,6 +31,7 @@ class RunOptions(Message):
     threads: dict[str, PositiveInt] = Field(default_factory=dict)
     record: bool = False
     record_url: str = ""
+    claims_url: str = ""
 
 
 class NodeStatus(Message):

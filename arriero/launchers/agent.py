@@ -1,0 +1,224 @@
+"""A replica on a cluster: starts the process of its role, says how it ended, starts it again when told to.
+
+    wait for the hub -> say that we are here -> start -> the process ends -> say so -> order: start | leave
+                                                  ^                                       |
+                                                  '---------------------------------------'
+
+The scheduler sees one program that ends well when the hub says that the run is over; so a replica that is
+killed costs no other its place. An agent that was itself started again (a container's restart) says that its
+process is gone and waits for the order. SIGTERM is answered by the hub, which gets it too, and stops the run;
+an agent that is told alone (its node is drained) leaves after a while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from arriero.engine.broker import Broker, BrokerError
+from arriero.engine.errors import UserError
+from arriero.engine.nats import NatsBroker
+from arriero.launchers.child import Child
+from arriero.launchers.hub import TOKEN, wait_for_hub
+from arriero.launchers.parent import LAUNCHER, die_with_launcher
+from arriero.launchers.place import HOST, attempt, number, own_address
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.crew import (
+    CREW_LOG,
+    ORDER,
+    ORDERS_LOG,
+    Arrived,
+    Left,
+    Meeting,
+    Order,
+    replica_name,
+)  # fmt: skip
+
+_ALONE_S = 20.0  # after SIGTERM: less than the 30 s that schedulers give by default
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 when the hub said that the run is over, 1 when the hub is lost, 2 for a mistake."""
+    die_with_launcher()
+    parser = argparse.ArgumentParser(prog="arriero.launchers.agent")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--role", required=True)
+    parser.add_argument("--replica", required=True, help="number, or the environment variable that holds it")
+    parser.add_argument("--ranks", type=int, default=1, help="on this host")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--arrive-s", type=float, default=900.0)
+    parser.add_argument("--secret", action="append", default=[], metavar="NAME=FILE")
+    try:
+        return asyncio.run(_serve(parser.parse_args(argv)))
+    except (BrokerError, TimeoutError) as error:
+        print(f"arriero: error: {error}", file=sys.stderr)
+        return 1
+    except (UserError, OSError, ValueError) as error:
+        print(f"arriero: error: {error}", file=sys.stderr)
+        return 2
+
+
+async def _serve(args: argparse.Namespace) -> int:
+    index, several = number(args.replica), args.hosts > 1
+    replica, host = (0, index) if several else (index, 0)
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    hub = await wait_for_hub(args.run_dir, bound_s=args.arrive_s, attempt=attempt())
+    own = {TOKEN: hub.token, LAUNCHER: str(os.getpid()), HOST: own_address()}
+    environment = {**os.environ, **_secrets(args.secret), **own}
+    program = ["-m", "arriero.launchers.role", "--run-dir", str(args.run_dir), "--role", args.role]
+    program += ["--replica", str(replica)]
+    run_id = RunDir(args.run_dir).read_options().run_id
+    broker = await NatsBroker.connect(hub.url, hub.token, run=run_id)
+    try:
+        agent = _Agent(broker, replica_name(args.role, replica, host), told)
+        meeting = partial(agent.meet, args.role, host, args.arrive_s) if several else None
+
+        async def start() -> Child:
+            where = await meeting() if meeting else None
+            command = _command(program, where, ranks=args.ranks, hosts=args.hosts, host=host)
+            return await Child.start([sys.executable, *command], environment)
+
+        return await agent.live(start)
+    finally:
+        with suppress(BrokerError, TimeoutError):
+            await asyncio.wait_for(broker.close(), 2.0)
+
+
+def _secrets(given: Sequence[str]) -> dict[str, str]:
+    """Environment variables from files. Raises OSError."""
+    pairs = (text.partition("=") for text in given)
+    return {name: Path(file).expanduser().read_text().strip() for name, _, file in pairs}
+
+
+def _command(
+    program: Sequence[str], meeting: Meeting | None, *, ranks: int, hosts: int, host: int
+) -> list[str]:
+    """What Python is to run: the program, under torchrun where the role has several ranks."""
+    if ranks * hosts == 1:
+        return list(program)
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    if meeting is not None:
+        where = ["--node-rank", str(host), "--master-addr", meeting.host, "--master-port", str(meeting.port)]
+    return [
+        "-m", "torch.distributed.run", "--nnodes", str(hosts), "--nproc-per-node", str(ranks),
+        "--max-restarts", "0", *where, *program,
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Ended:
+    code: int
+
+
+class _Agent:
+    """One life of a replica's agent. Whatever happens to it comes into one queue."""
+
+    def __init__(self, broker: Broker, name: str, told: asyncio.Event) -> None:
+        self._broker, self._name, self._told = broker, name, told
+        self._life = uuid.uuid4().hex
+        self._events: asyncio.Queue[Order | _Ended | BrokerError | None] = asyncio.Queue()
+        self._meetings: dict[str, asyncio.Future[Meeting]] = {}
+
+    async def live(self, start: Callable[[], Awaitable[Child]]) -> int:
+        """From the arrival to the order to leave; the exit code. Raises BrokerError when the hub is lost."""
+        watching = [asyncio.create_task(w) for w in (self._listen(), self._leave_alone())]
+        child: Child | None = None
+        try:
+            if await self._arrive():
+                child = await self._started(start, watching)
+            else:
+                await self._report(-signal.SIGKILL, "its agent was started again")
+            while True:
+                match await self._events.get():
+                    case _Ended(code):
+                        await self._report(code, child.said() if child else "")
+                    case Order(what="start"):
+                        child = await self._started(start, watching)
+                    case Order(what="kill"):
+                        if child:
+                            child.kill()
+                    case Order():
+                        return 0
+                    case None:
+                        return 1
+                    case BrokerError() as error:
+                        raise error
+        finally:
+            if child:
+                child.kill()
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    async def meet(self, role: str, host: int, bound_s: float) -> Meeting:
+        """Where the ranks of `role` meet: its first host says so. Raises TimeoutError."""
+        if host == 0:
+            here = Meeting(role=role, host=own_address(), port=_free_port())
+            await self._broker.append(ORDERS_LOG, f"meeting:{role}", here.model_dump_json().encode())
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._meeting(role)), bound_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self._name} waited {bound_s:g} s for {role}-0 to say where its ranks meet"
+            ) from None
+
+    async def _started(
+        self, start: Callable[[], Awaitable[Child]], watching: list[asyncio.Task[None]]
+    ) -> Child:
+        child = await start()
+        watching.append(asyncio.create_task(self._watch(child)))
+        return child
+
+    async def _watch(self, child: Child) -> None:
+        self._events.put_nowait(_Ended(await child.ended()))
+
+    async def _arrive(self) -> bool:
+        """False if this replica has been here before."""
+        here = Arrived(name=self._name, life=self._life, host=socket.gethostname())
+        return await self._broker.append(CREW_LOG, f"arrived:{self._name}", here.model_dump_json().encode())
+
+    async def _report(self, code: int, said: str) -> None:
+        left = Left(name=self._name, life=self._life, code=code, said=said)
+        await self._broker.append(CREW_LOG, uuid.uuid4().hex, left.model_dump_json().encode())
+
+    async def _listen(self) -> None:
+        try:
+            async for payload in self._broker.follow(ORDERS_LOG):
+                match message := ORDER.validate_json(payload):
+                    case Order() if message.life in ("", self._life):
+                        self._events.put_nowait(message)
+                    case Meeting():
+                        self._meeting(message.role).set_result(message)
+                    case _:
+                        pass
+        except BrokerError as error:
+            self._events.put_nowait(error)
+
+    async def _leave_alone(self) -> None:
+        await self._told.wait()
+        await asyncio.sleep(_ALONE_S)
+        self._events.put_nowait(None)
+
+    def _meeting(self, role: str) -> asyncio.Future[Meeting]:
+        return self._meetings.setdefault(role, asyncio.get_running_loop().create_future())
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

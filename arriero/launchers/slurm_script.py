@@ -1,0 +1,143 @@
+"""The batch script of a run: a component (heterogeneous) or a step (packed) for each role.
+
+The job lives as long as the hub and ends with its exit code. It is started again, within the budget of the
+profile, when the hub was told to stop and may go on, or was killed; never when somebody cancelled the job.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from arriero.launchers.cluster import Place, Plan, command, start_words
+from arriero.launchers.conduct import PREEMPTED
+from arriero.launchers.place import ATTEMPT
+from arriero.launchers.profile import SlurmNeeds
+
+JOB_LOG = "job.log"
+_LEAVE_S = 20  # for agents that have been told to leave
+
+_END = """\
+# The hub decides; the others leave when it says so. TERM is for the tasks, which get it from Slurm.
+trap : TERM
+while kill -0 $hub 2>/dev/null; do wait $hub; done
+wait $hub; code=$?
+for _ in $(seq {leave}); do [ -z "$(jobs -rp)" ] && break; sleep 1; done
+kill -KILL $(jobs -rp) 2>/dev/null
+if {{ [ $code -eq {preempted} ] || [ $code -gt 128 ]; }} \\
+    && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ] \\
+    && scontrol show job -o "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then
+  echo "the run was stopped (code $code) and may go on: requeue"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
+def script(plan: Plan) -> str:
+    """What sbatch gets on its standard input."""
+    needs = plan.profile.slurm
+    lines = ["#!/bin/bash", *_headers(_job_options(plan, needs))]
+    components = _components(plan)
+    for index, places in enumerate(components):
+        if index:
+            lines += [
+                "#SBATCH hetjob",
+                *_headers([f"--job-name={places[0].name}", *_component_options(needs)]),
+            ]
+        lines += _headers([_resources(places[0], needs) if index else _allocation(places, needs)])
+    start = shlex.join(start_words(plan))
+    common = [f"export {key}={shlex.quote(value)}" for key, value in _common(plan).items()]
+    lines += ["", f'export {ATTEMPT}="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"', *common]
+    lines += [f"logs={shlex.quote(str(Path(plan.run_dir) / 'logs'))}", f"start=({start})", ""]
+    for index, places in enumerate(components):
+        where = ["--exact"] * (index == 0) + [f"--het-group={index}"] * (len(components) > 1)
+        # Steps that share an allocation share its memory.
+        own = [
+            _resources(p, needs) if index else _resources(_unstated(p), needs) + " --mem=0" for p in places
+        ]
+        lines += [_step(plan, p, [*where, words]) for p, words in zip(places, own, strict=True)]
+    end = _END.format(leave=_LEAVE_S, preempted=PREEMPTED, requeues=plan.profile.requeues)
+    return "\n".join(lines) + "\n\n" + end
+
+
+def _components(plan: Plan) -> list[list[Place]]:
+    """First the roles that share one, with the hub, then each that is apart."""
+    if plan.profile.slurm.mode == "packed":
+        return [list(plan.places)]
+    return [[p for p in plan.places if not p.apart], *([p] for p in plan.places if p.apart)]
+
+
+def _common(plan: Plan) -> dict[str, str]:
+    """The part of the environment that all roles have."""
+    first = plan.places[0].env
+    return {k: v for k, v in first.items() if all(p.env.get(k) == v for p in plan.places)}
+
+
+def _headers(options: list[str]) -> list[str]:
+    return [f"#SBATCH {option}" for option in options]
+
+
+def _job_options(plan: Plan, needs: SlurmNeeds) -> list[str]:
+    """Of the job as a whole, or of its first component."""
+    log = Path(plan.run_dir) / "logs" / JOB_LOG
+    account = [f"--account={needs.account}"] if needs.account else []
+    return [
+        f"--job-name={plan.run_id}", f"--output={log}", "--open-mode=append", "--requeue",
+        f"--signal=TERM@{needs.signal_s}", *account, *_component_options(needs),
+        *(f"--{key}={value}" if value else f"--{key}" for key, value in needs.options.items()),
+    ]  # fmt: skip
+
+
+def _component_options(needs: SlurmNeeds) -> list[str]:
+    given = {
+        "partition": needs.partition, "qos": needs.qos, "time": needs.time, "constraint": needs.constraint,
+    }  # fmt: skip
+    return [f"--{key}={value}" for key, value in given.items() if value]
+
+
+def _resources(place: Place, needs: SlurmNeeds) -> str:
+    """Of a component, and of the step in it."""
+    words = [f"--ntasks={place.tasks}", f"--cpus-per-task={place.cpus}"]
+    if place.hosts > 1:
+        words += [f"--nodes={place.tasks}", "--ntasks-per-node=1"]
+    if place.memory_mb:
+        words.append(f"--mem-per-cpu={-(-place.memory_mb // place.cpus)}M")
+    if place.gpus:
+        words.append(f"--gpus-per-task={_gpus(place.gpus, needs)}")
+    return " ".join(words)
+
+
+def _allocation(places: list[Place], needs: SlurmNeeds) -> str:
+    """One for several roles: an equal part of the sum of their needs on each node."""
+
+    def share(total: int) -> int:
+        return -(-total // needs.nodes)
+
+    words = [f"--nodes={needs.nodes}", "--ntasks-per-node=1"]
+    words.append(f"--cpus-per-task={share(sum(p.cpus * p.tasks for p in places))}")
+    if memory := sum(p.memory_mb * p.tasks for p in places):
+        words.append(f"--mem={share(memory)}M")
+    if gpus := sum(p.gpus * p.tasks for p in places):
+        words.append(f"--gpus-per-node={_gpus(share(gpus), needs)}")
+    return " ".join(words)
+
+
+def _gpus(count: int, needs: SlurmNeeds) -> str:
+    return f"{needs.gpu_type}:{count}" if needs.gpu_type else str(count)
+
+
+def _unstated(place: Place) -> Place:
+    return place.model_copy(update={"memory_mb": 0})
+
+
+def _step(plan: Plan, place: Place, where: list[str]) -> str:
+    """One srun for all tasks of a role, in the background."""
+    common = _common(plan)
+    own = [f"{key}={value}" for key, value in place.env.items() if key not in common]
+    log = f"{place.role}-0.%t.log" if place.hosts > 1 else f"{place.role}-%t.log"
+    srun = ["srun", *where, f"--job-name={place.name}", "--kill-on-bad-exit=0"]
+    srun += ["--open-mode=append", f'--output="$logs"/{log}', *(["env", shlex.join(own)] if own else [])]
+    words = shlex.join(command(plan, place, "SLURM_PROCID"))
+    text = f'{" ".join(srun)} \\\n    "${{start[@]}}" {words} &'
+    return text + "\nhub=$!" if place is plan.places[0] else text
