@@ -79,6 +79,13 @@ DIFFERENT = [
     ("(-1,6)", "[-1,6]"), ("(C)", "(D)"), ("0.28", r"28\%"), ("i", "-i"), ("5", "five"), ("x=5", "y=5"),
     (r"\frac12", "0.333333"), (r"7\pi", "21.99"), (r"1 \pm \sqrt{19}", r"1+\sqrt{19}"),
     (r"\text{even}", r"\text{odd}"), ("123456789012345678", "123456789012345679"),
+    # One more or less, however large the number.
+    ("2^{100}-1", "2^{100}"), ("2004!", "2004!+1"), (r"\binom{100}{50}", r"\binom{100}{50}+1"),
+    (r"\sqrt{10^{30}+1}", "10^{15}"), ("e^{200}", "e^{200}+1"), ("2^{100}x+1", "2^{100}x"),
+    (r"\pi", r"\frac{5419351}{1725033}"),  # a convergent: they differ in the 14th digit
+    ("12345678", "12345678.9"), ("1000000", "1000000.5"), ("12345678", "12345678.4+0"),
+    ("6", r"6 \text{ (or 7)}"), ("6", r"6 \text{ and 7}"), ("5", "1=5"), ("5", "x=4=5"),
+    ("y=2x+1", "2x-y+2=0"), ("6", ",".join(map(str, range(200)))),
 ]  # fmt: skip
 EQUAL = [
     (r"5 \text{ cm}", "5 centimeters"), (r"5 \text{ cm}^2", r"5 \text{ square centimetres}"),
@@ -92,6 +99,9 @@ EQUAL = [
     (r"\begin{pmatrix}-1/3\\2/3\end{pmatrix}", r"\begin{bmatrix}-\frac13\\\frac23\end{bmatrix}"),
     ("52_8", "52"), (r"120^\circ", "120 degrees"), (r"\text{Evelyn}", "evelyn"), (r"\text{(C)}", "C"),
     (r"7\pi", "21.991149"), (r"\log_2 3", r"\frac{\ln 3}{\ln 2}"), (r"6\sqrt{2}", r"\sqrt{72}"),
+    ("y=2x+1", "2x-y+1=0"), ("5", "2+3=5"), ("5", "x=2+3=5"), ("42", "{42}"), ("42", r"\mathbf{42}"),
+    ("42", r"\text{42}"), (r"\emptyset", r"\{\}"), (r"\sin 30^\circ", "0.5"), (r"\tan{60^\circ}", r"\sqrt3"),
+    (r"2^{10}\cdot 2^{-3}", "128"), (r"\sqrt{8}", r"2\sqrt2"), (r"2^{100}-1", r"4^{50}-1"),
     (r"3 \text{ and } 4", "4,3"), (r"\emptyset", r"\varnothing"), ("1,000,000", "10^6"), ("4.0", "4"),
 ]  # fmt: skip
 
@@ -149,6 +159,12 @@ def test_the_last_complete_box_and_those_joined_to_it_are_the_answer(text: str, 
     assert final_boxes(text) == found
 
 
+def test_an_unfinished_thought_has_no_answer_however_long_it_is() -> None:
+    thought = "<think>" + "so " * 50_000
+    assert outcome(Math(), "42", thought + r"\boxed{42}") == "wrong"
+    assert outcome(Math(), "42", thought + r"</think>\boxed{42}") == "ok"
+
+
 def test_a_long_response_is_read_from_its_end() -> None:
     assert outcome(Math(), "42", "7" * 300_000 + r" \boxed{42}") == "ok"
     assert outcome(Gsm8k(), "42", "7 " * 300_000 + "#### 42") == "ok"
@@ -168,6 +184,8 @@ def test_a_marker_counts_wherever_it_stands(trail: str) -> None:
         ("B", "**Answer:** b", "ok"), ("B", "Answer: A or B", "wrong"), ("A", "", "wrong"),
         ("A", "A cat sat there, and the question stays open as far as anybody knows today.", "wrong"),
         ("A", "I don't know", "wrong"), ("B", r"\boxed{A} or \boxed{B}", "wrong"),
+        ("A", "Answer: (a) or (b)", "wrong"), ("A", "Answer: A; B", "wrong"), ("A", "Answer: A & B", "wrong"),
+        ("A", "Answer: A B C D", "wrong"), ("A", "Answer: A, for B is false", "ok"),
     ],
 )  # fmt: skip
 def test_a_choice_is_right_only_if_exactly_one_option_is_named(answer: str, text: str, want: str) -> None:
@@ -219,11 +237,21 @@ def test_money_is_read_however_it_is_written(value: int, cents: int) -> None:
     assert outcome(Gsm8k(), gold, f"#### {value}.{(cents + 1) % 100:02}") == "wrong"
 
 
+# Each kept a pattern, the parser or the evaluation busy for more than ten seconds.
+NESTED = ["(" * 140 + "x" + ")" * 140, "{" * 30 + "x" + "}" * 30, "(9999!)!", "9999!!", "|" * 600]
+
+
 @pytest.mark.parametrize(
-    "text", ["\n" * 100_000, " " * 100_000, "*" * 100_000, "answer:" * 15_000, "\\boxed{" * 15_000]
-)
+    "text",
+    [
+        "\n" * 100_000, " " * 100_000, "*" * 100_000, "answer:" * 15_000, "\\boxed{" * 15_000,
+        "\\boxed{1}\\text{" + " " * 99_000 + "\\boxed{2}", *(f"\\boxed{{{t}}}" for t in NESTED),
+        "\\boxed{" + ",".join(f"x^{{{k}}}" for k in range(200)) + "}",
+    ],
+    ids=lambda t: t[:12],
+)  # fmt: skip
 def test_a_long_text_takes_no_more_than_a_moment(text: str) -> None:
     start = time.process_time()
     for reward in (Math(), Gsm8k(), MultipleChoice()):
-        outcome(reward, "A", text)
+        assert outcome(reward, "7x+2" if isinstance(reward, Math) else "A", text) == "wrong"
     assert time.process_time() - start < 5

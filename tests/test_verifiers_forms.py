@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,20 @@ PERSON: dict[str, JsonValue] = {
 def test_a_response_is_json_of_the_schema_or_wrong(text: str, want: str) -> None:
     pytest.importorskip("jsonschema")
     assert outcome(JsonSchema(schema=PERSON), "", text) == want
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "same"),
+    [
+        ("1", "true", False), ("true", "1", False), ("0", "false", False), ("1", "1.0", True),
+        ('{"a": [1]}', '{"a": [true]}', False), ('{"a": 1, "b": 2}', '{"b": 2, "a": 1}', True),
+        ("0.3", "0.30000000000000004", True), ("[1, 2]", "[2, 1]", False),
+    ],
+)  # fmt: skip
+def test_values_are_the_same_as_json_has_them(answer: str, text: str, same: bool) -> None:
+    """Python's == takes True for 1."""
+    pytest.importorskip("jsonschema")
+    assert outcome(JsonSchema(match_answer=True), answer, text) == ("ok" if same else "wrong")
 
 
 def test_a_row_may_bring_its_own_schema_and_answer() -> None:
@@ -189,6 +204,14 @@ def test_an_instruction_is_followed_or_not(
 ) -> None:
     assert check(name, right, arguments)
     assert not check(name, wrong, arguments)
+
+
+@pytest.mark.parametrize("text", ["\n" * 100_000, " " * 100_000, "x" + " " * 99_000 + "x", "* " * 50_000])
+def test_every_instruction_is_checked_in_a_moment(text: str) -> None:
+    for name, arguments, *_ in INSTRUCTED:
+        start = time.process_time()
+        check(name, text, arguments)
+        assert time.process_time() - start < 3, name
 
 
 def test_every_instruction_has_a_case() -> None:

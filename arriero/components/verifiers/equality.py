@@ -6,11 +6,12 @@
 | words            | letter by letter, without case, article and brackets                                  |
 | with `\\ldots`    | only by equal spelling                                                                |
 | digits of a base | same digits, same base; the base may be left out of one                               |
-| number           | exactly; a decimal and a fraction to a relative 1e-6                                   |
+| number           | exactly; a decimal and a fraction that isn't whole to a relative 1e-6                  |
 | several values   | the same number of different ones, in any order (comma, and, or, `\\pm`, `\\{\\}`)      |
 | interval         | same ends, same brackets; `a < x \\le b` and `x \\in (a, b]` are intervals, unions too  |
 | tuple, matrix    | entry by entry, in order                                                              |
-| `name = value`   | the value, if only one side has a name, or both the same                              |
+| `name = value`   | the value, if only one side has a name and the other no `=`, or both the same         |
+| `a = b = c`      | if each of them is the answer                                                         |
 | formula          | by value: `symbolic.equal`                                                            |
 """
 
@@ -28,6 +29,7 @@ from arriero.components.verifiers.structure import (
     Interval,
     alternatives,
     bracketed,
+    chained,
     expanded,
     intervals,
     matrix,
@@ -38,6 +40,7 @@ _BASE = re.compile(r"(\d+)_\{?(\d+)\}?")
 _FRACTION = re.compile(r"(-?)(\d*)\\frac\{(-?\d+)\}\{(-?\d+)\}")
 _CLOSE = Fraction(1, 10**6)
 _DEPTH = 6
+MOST_VALUES = 64
 _ANY = "7919.5"  # compared with a gold answer only to see whether that can be read
 
 
@@ -55,9 +58,10 @@ def unreadable(gold: str) -> str:
     if not re.search(r"\w", text):
         return "it has neither letters nor digits"
     try:
-        for part in expanded(alternatives(text)):
+        parts = expanded(alternatives(text))
+        for part in parts:
             _same(part, _ANY, 0)
-        return ""
+        return f"it has over {MOST_VALUES} values" if len(parts) > MOST_VALUES else ""
     except symbolic.Unreadable as error:
         return f"it can't be read: {error}"
 
@@ -84,6 +88,8 @@ def _same_structure(gold: str, answer: str, depth: int) -> bool:
     if wanted and got and (wanted.stated or got.stated):
         return _same_intervals(wanted.parts, got.parts, depth)
     wants, gots = expanded(alternatives(gold)), expanded(alternatives(answer))
+    if len(wants) > MOST_VALUES or len(gots) > MOST_VALUES:
+        return False
     if len(wants) > 1 or len(gots) > 1:
         return _same_set(wants, gots, depth)
     first, second = bracketed(wants[0]), bracketed(gots[0])
@@ -93,11 +99,16 @@ def _same_structure(gold: str, answer: str, depth: int) -> bool:
     if rows or others:
         return _same_rows(rows, others, depth)
     (name, value), (other, second_value) = named(wants[0]), named(gots[0])
-    if (name or other) and (not name or not other or name == other):
+    unnamed = "" if name and other else gots[0] if name else wants[0]
+    if (name or other) and (not name or not other or name == other) and "=" not in unnamed:
         if (value, second_value) != (wants[0], gots[0]):
             return _same(value, second_value, depth + 1)
     elif wants[0] != gold or gots[0] != answer:
         return _same(wants[0], gots[0], depth + 1)
+    if "=" not in wants[0] and len(sides := chained(gots[0])) > 1:
+        return all(_same(wants[0], side, depth + 1) for side in sides)
+    if r"\text" in gots[0] and r"\text" not in wants[0]:  # the parser skips words: "6 (or 7)" would be 6
+        return False
     return symbolic.equal(wants[0], gots[0])
 
 
@@ -113,7 +124,7 @@ def exact(text: str) -> Fraction | None:
 
 
 def _same_number(a: Fraction, b: Fraction, gold: str, answer: str) -> bool:
-    if a == b or ("." in gold) == ("." in answer):
+    if a == b or ("." in gold) == ("." in answer) or 1 in (a.denominator, b.denominator):
         return a == b
     return abs(a - b) <= _CLOSE * max(abs(a), abs(b))
 

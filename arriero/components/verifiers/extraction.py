@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 MOST_CHARS = 100_000  # of a response, from its end
 MOST_ANSWER_CHARS = 2_000
+_MOST_JOIN = 100  # characters between two boxes of one answer
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.S)
@@ -34,10 +35,8 @@ class Box:
 
 def conclusion(text: str) -> str:
     """The response after its thoughts, at most its last `MOST_CHARS`; empty while a thought is unfinished."""
-    text = text[-MOST_CHARS:]
-    if "</think>" in text:
-        text = text.rpartition("</think>")[2]
-    return "" if "<think>" in text else text
+    text = text.rpartition("</think>")[2]
+    return "" if "<think>" in text else text[-MOST_CHARS:]
 
 
 def boxes(text: str) -> list[Box]:
@@ -59,9 +58,14 @@ def final_boxes(text: str) -> list[str]:
     """The contents of the last box and of those joined to it; empty if there is none."""
     found = boxes(text)
     first = len(found) - 1
-    while first > 0 and _JOIN.fullmatch(text, found[first - 1].end, found[first].start):
+    while first > 0 and _joined(text, found[first - 1].end, found[first].start):
         first -= 1
     return [box.content for box in found[max(first, 0) :]]
+
+
+def _joined(text: str, end: int, start: int) -> bool:
+    # Bounded: what stands between is looked at in more than linear time.
+    return start - end <= _MOST_JOIN and _JOIN.fullmatch(text, end, start) is not None
 
 
 def marked(text: str) -> str | None:

@@ -114,7 +114,7 @@ def _paragraphs(text: str, at: str) -> list[str]:
 
 
 def _is_json(text: str) -> bool:
-    body = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.I)
+    body = re.sub(r"^```(?:json)?", "", text.strip(), flags=re.I).removesuffix("```")
     try:
         json.loads(body)
     except (ValueError, RecursionError):
@@ -145,7 +145,7 @@ def _sections(text: str, given: Given) -> bool:
 
 def _postscript(text: str, given: Given) -> bool:
     letters = re.findall(r"[A-Za-z]", given.text("postscript_marker"))
-    return re.search(r"^\s*" + r"\.?\s?".join(map(re.escape, letters)), text, re.M | re.I) is not None
+    return re.search(r"^[^\S\n]*" + r"\.?\s?".join(map(re.escape, letters)), text, re.M | re.I) is not None
 
 
 def _highlights(text: str, given: Given) -> bool:
@@ -166,7 +166,7 @@ INSTRUCTIONS: Mapping[str, Check] = {
     "length_constraints:number_sentences": lambda t, g: g.holds(_sentences(t), "num_sentences", "relation"),
     "length_constraints:number_words": lambda t, g: g.holds(len(_words(t)), "num_words", "relation"),
     "length_constraints:number_paragraphs": lambda t, g: (
-        len(_paragraphs(t, r"\s*\*\*\*\s*")) == g.number("num_paragraphs")
+        len(_paragraphs(t, r"\*\*\*")) == g.number("num_paragraphs")
     ),
     "length_constraints:nth_paragraph_first_word": _nth_paragraph,
     "detectable_content:number_placeholders": lambda t, g: (
@@ -174,7 +174,7 @@ INSTRUCTIONS: Mapping[str, Check] = {
     ),
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": lambda t, g: (
-        len(re.findall(r"^\s*(?:\*(?!\*)|-)\s+\S", t, re.M)) == g.number("num_bullets")
+        len(re.findall(r"^[^\S\n]*(?:\*(?!\*)|-)[^\S\n]+\S", t, re.M)) == g.number("num_bullets")
     ),
     "detectable_format:constrained_response": lambda t, _: (
         sum(f"My answer is {a}." in t for a in ("yes", "no", "maybe")) == 1

@@ -33,10 +33,13 @@ _SAME = {
     "mathrm": r"\text", "mathbf": r"\text", "operatorname": r"\text",
 }  # fmt: skip
 _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)(?![A-Za-z])|\\degree(?![A-Za-z])")
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_ANGLE = re.compile(rf"(\d+(?:\.\d+)?)\s*(?:{_DEGREE.pattern})")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)|\{([^{}]*)\})\s*(?:(\d)|\{([^{}]*)\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d|[A-Za-z])(?![A-Za-z])")
 _UNIT = re.compile(
-    r"^(.*[\d})\]])\s*(?:\\ )?\\text\s*\{\s*(?!\s*(?:and|or)\b)[^{}\d]*[A-Za-z][^{}]*\}(?:\^\{?[23]\}?)?\.?$",
+    r"^(.*[\d})\]])\s*(?:\\ )?\\text\s*\{(?![^{}]*\b(?:and|or|not|to)\b)[^{}()\d]*[A-Za-z][^{}()\d]*\}"
+    r"(?:\^\{?[23]\}?)?\.?$",
     re.S,
 )
 _NO_UNIT = r"(?!(?:or|and|to|not|is|plus|minus|times|mod)\b)"
@@ -57,7 +60,11 @@ def normal(text: str) -> str:
     text = re.sub(r",\s*\\[!,;]?\s*(?=\d{3})", ",", text)
     text = _REMOVED.sub(" ", text)
     text = _NAMES.sub(lambda m: _SAME.get(m[1], r"\text"), text)
+    if _TRIGONOMETRY.search(text):
+        text = _ANGLE.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
     text = _DEGREE.sub("", text)
+    text = re.sub(r"\\text\s*\{([\s\d.,/+-]*\d[\s\d.,/+-]*)\}", r"\1", text)
+    text = re.sub(r"\\\{\s*\\\}", r"\\emptyset", text)
     text = re.sub(r"\\text\s*\{\s*(e|i|d)\s*\}", r"\1", text)
     text = re.sub(r"\\\$|\\%|(?<=[\d)}])\s*%", "", text)
     text = re.sub(r"\\text\s*\{\s*(?:degrees?|percent)\s*\}", "", text)
@@ -103,8 +110,8 @@ def _gap(word: str) -> str:
 
 
 def _unboxed(text: str) -> str:
-    found = re.fullmatch(r"\\f?box(?:ed)?\s*\{(.*)\}", text, re.S)
-    return _unboxed(found[1].strip()) if found else text
+    found = re.fullmatch(r"\\f?box(?:ed)?\s*\{(.*)\}|\{([^{}]*)\}", text, re.S)
+    return _unboxed((found[1] or found[2] or "").strip()) if found else text
 
 
 def _outside(text: str) -> str:

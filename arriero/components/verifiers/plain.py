@@ -101,8 +101,11 @@ class MultipleChoice(RolloutReward):
         found = re.match(rf"\(?([{self.options}{self.options.lower()}])(?![\w'])[).:]?", text)
         if found is None:
             return ""
-        if re.search(rf"^[\s,/*]*(?:or|and|,|/)\s*\(?[{self.options}]\b", text[found.end() :]):
-            return ""
+        more = rf"[\s*,;/&|+]*(?:(?:or|and|[,;/&|+])\s*)\(?[{self.options}{self.options.lower()}](?![\w'])"
+        if re.match(more, text[found.end() :]) or re.fullmatch(
+            rf"(?:[\s().]*[{self.options}])+[\s().]*", text[found.end() :]
+        ):
+            return ""  # several
         if found[1].islower() and len(text) > found.end() and text[found.end() - 1] not in ").:":
             return ""  # "a" at the start of a sentence is a word
         return found[1].upper()

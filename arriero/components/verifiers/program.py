@@ -20,6 +20,7 @@ from pydantic import JsonValue, PositiveInt
 from pydantic.dataclasses import dataclass as checked
 
 from arriero.components.verifiers.extraction import conclusion
+from arriero.components.verifiers.json_values import same_json
 from arriero.components.verifiers.reward import STRICT, Canary, Isolated, Limits, no_verdict, verdict
 from arriero.components.verifiers.sandbox import Ran, SandboxError, SandboxLimits, run_program
 from arriero.engine.errors import UserError
@@ -237,21 +238,6 @@ def _lines(text: str) -> list[str]:
 
 def _same(got: str, want: str) -> bool:
     try:
-        return _close(json.loads(got), json.loads(want))
-    except ValueError:
+        return same_json(json.loads(got), json.loads(want))
+    except (ValueError, RecursionError):
         return False
-
-
-def _close(a: JsonValue, b: JsonValue) -> bool:
-    """Equal; floats to a relative 1e-9. True isn't 1."""
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(_close(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, float) or isinstance(b, float):
-        return (
-            isinstance(a, int | float)
-            and isinstance(b, int | float)
-            and abs(a - b) <= 1e-9 * max(1.0, abs(a), abs(b))
-        )
-    return a == b

@@ -13,6 +13,7 @@ from pydantic import JsonValue
 from pydantic.dataclasses import dataclass
 
 from arriero.components.verifiers.extraction import MOST_CHARS, conclusion
+from arriero.components.verifiers.json_values import same_json
 from arriero.components.verifiers.known import Known, canaries_of
 from arriero.components.verifiers.reward import STRICT, Canary, Isolated, verdict
 from arriero.engine.errors import UserError
@@ -46,20 +47,22 @@ class JsonSchema(Isolated):
         found = _parsed(_json_text(conclusion(rollout.text)))
         if isinstance(found, str):
             return verdict(False, found)
-        if self.match_answer and json.loads(prompt.answer) != found[0]:
-            return verdict(False, "another value")
+        if self.match_answer:
+            wanted = _parsed(prompt.answer)
+            if isinstance(wanted, str):
+                return verdict(False, f"the prompt's answer: {wanted}")
+            if not same_json(wanted[0], found[0]):
+                return verdict(False, "another value")
         return verdict(self._validator(prompt).is_valid(found[0]))
 
     def unscorable(self, prompt: Prompt) -> str:
         """A row whose schema, or whose answer, is no JSON or no schema."""
         try:
             self._validator(prompt)
-            if self.match_answer:
-                json.loads(prompt.answer)
         except UserError as error:
             return f"row {prompt.row}: {error}"
-        except ValueError as error:
-            return f"row {prompt.row}: the answer is no JSON: {error}"
+        if self.match_answer and isinstance(why := _parsed(prompt.answer), str):
+            return f"row {prompt.row}: the answer is {why}"
         return ""
 
     def prepare(self) -> None:

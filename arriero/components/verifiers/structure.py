@@ -132,6 +132,12 @@ def named(text: str) -> tuple[str, str]:
     return found[1], found[2].strip()
 
 
+def chained(text: str) -> list[str]:
+    """The sides of `a = b = c`, without a name in front."""
+    sides = split(text, "=")
+    return sides[1:] if len(sides) > 2 and re.fullmatch(_NAME, sides[0]) else sides
+
+
 def _range(text: str) -> Interval | None:
     parts = _ORDER.split(text.strip())
     sides, signs = [p.strip() for p in parts[::2]], parts[1::2]

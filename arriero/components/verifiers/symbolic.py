@@ -1,9 +1,11 @@
 """Equality of two formulas, by math-verify's parser and by numbers.
 
 math-verify rounds to six digits after the point, so that 2^{-99} equals 2^{-98} for it, and takes formulas
-for different that are equal where both are real. Here two formulas are equal if their values agree, to a
-relative 1e-10, at random places (negative ones too) where both are real; at least three such places are
-needed. Decimals are taken for rounded: 1e-6. Equations are equal if one is a multiple of the other.
+for different that are equal where both are real. Here two formulas are equal if they are at random places
+(negative ones too) where both are real; at least three such places are needed. There, what is made of whole
+numbers is compared exactly (`exact`), and of anything else the difference is followed to 300 digits. Decimals
+are taken for rounded: beside something exact to 1e-6, beside decimals and whole numbers to 1e-10. Equations
+are equal if one is a multiple of the other.
 
 Some inputs keep the parser, or the evaluation of a power, busy for ever. The obvious ones are refused; the
 rest is what the worker's limits are for.
@@ -18,11 +20,15 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from arriero.components.verifiers.exact import rational
 from arriero.engine.errors import UserError
 
 _CHARS = 600
 _PLACES = 8
-_EXACT, _ROUNDED = 1e-10, 1e-6
+_NESTED = 8  # brackets in each other: with every one the parser may try twice as much
+_EXACT, _FLOAT, _ROUNDED = 1e-200, 1e-10, 1e-6
+_MOST_BITS = 1 << 20  # before or behind the point of a number
+_DIGITS, _MOST_DIGITS = 30, 300  # of a difference; of the numbers that it is followed to
 
 
 class Unreadable(ValueError):
@@ -36,13 +42,22 @@ def equal(gold: str, answer: str) -> bool:
         got = parsed(answer)
     except Unreadable:
         return False
-    rounded = _ROUNDED if _has_decimal(gold) or _has_decimal(answer) else _EXACT
     try:
-        return _same(want, got, rounded)
+        return _same(want, got, _tolerance(gold, answer, want, got))
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001  # whatever sympy meets in what it parsed: nothing equal was found
         return False
+
+
+def _tolerance(gold: str, answer: str, want: Any, got: Any) -> float:
+    decimals = _has_decimal(gold), _has_decimal(answer)
+    if not any(decimals):
+        return _EXACT
+    whole = rational(got if decimals[0] else want)
+    if all(decimals) or (whole is not None and whole.denominator == 1):
+        return _FLOAT
+    return _ROUNDED
 
 
 @lru_cache(maxsize=4096)
@@ -70,21 +85,23 @@ def too_large(text: str) -> str:
     """Why a formula isn't evaluated; empty if it is."""
     if len(text) > _CHARS:
         return f"over {_CHARS} characters"
-    depth = deepest = 0
+    depth = deepest = nested = 0
     stack: list[bool] = []
     for i, c in enumerate(text):
-        if c in "{(":
+        if c in "{([":
             power = i > 0 and text[i - 1] == "^"
             stack.append(power)
             depth += power
-            deepest = max(deepest, depth)
-        elif c in "})" and stack:
+            deepest, nested = max(deepest, depth), max(nested, len(stack))
+        elif c in "})]" and stack:
             depth -= stack.pop()
         elif c == "^" and text[i + 1 : i + 2] not in ("{", "("):
             deepest = max(deepest, depth + 1)
     if deepest >= 3 or text.count("^") > 60:
         return "a tower of powers"
-    if re.search(r"\^\s*[{(]?\s*-?\d{5,}|\d{5,}\s*!|!\s*!\s*!", text):
+    if nested > _NESTED or text.count("|") > 4 * _NESTED:
+        return f"over {_NESTED} brackets in each other"
+    if re.search(r"\^\s*[{(]?\s*-?\d{5,}|\d{5,}\s*!|![\s)}\]]*!", text):
         return "a number too large to evaluate"
     return ""
 
@@ -106,39 +123,35 @@ def _same(want: Any, got: Any, tolerance: float) -> bool:
 
 
 def _same_values(want: Any, got: Any, tolerance: float) -> bool:
-    names = _names(want, got)
-    if not names:
-        pair = _value(want, {}), _value(got, {})
-        return pair[0] is not None and pair[1] is not None and _close(pair[0], pair[1], tolerance)
+    if not (names := _names(want, got)):
+        return bool(_equal_numbers(want, got, tolerance))
     agreed = 0
     for at in _places(names):
-        a, b = _value(want, at), _value(got, at)
-        if a is None or b is None or abs(a.imag) > tolerance * abs(a) or abs(b.imag) > tolerance * abs(b):
-            continue
-        if not _close(a, b, tolerance):
+        same = _equal_numbers(_at(want, at), _at(got, at), tolerance, real=True)
+        if same is False:
             return False
-        agreed += 1
+        agreed += same is True
     return agreed >= 3
 
 
 def _same_equation(want: Any, got: Any, tolerance: float) -> bool:
-    """Whether the one is a constant multiple of the other."""
+    """Whether the one is a constant multiple of the other: a b' = a' b, at any two places."""
     if want == got:
         return True
     try:
         first, second = want.lhs - want.rhs, got.lhs - got.rhs
     except TypeError:
         return False
-    names = _names(first, second)
-    ratio: Any = None
+    base: tuple[Any, Any] | None = None
     agreed = 0
-    for at in _places(names):
-        a, b = _value(first, at), _value(second, at)
-        if a is None or b is None or a == 0 or b == 0:
+    for at in _places(_names(first, second)):
+        a, b = _at(first, at), _at(second, at)
+        if not _value(a) or not _value(b):
             continue
-        if ratio is not None and not _close(a / b, ratio, max(tolerance, 1e-9)):
+        base = base or (a, b)
+        if not _equal_numbers(a * base[1], base[0] * b, tolerance):
             return False
-        ratio, agreed = a / b, agreed + 1
+        agreed += 1
     return agreed >= 3
 
 
@@ -158,22 +171,37 @@ def _places(names: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _value(expression: Any, at: dict[str, Any]) -> Any:
-    """A finite mpmath number (without limit of its exponent: 1/2004! isn't 0); None if there is none."""
+def _at(expression: Any, at: dict[str, Any]) -> Any:
+    return expression.xreplace({s: at[str(s)] for s in expression.free_symbols})
+
+
+def _equal_numbers(a: Any, b: Any, tolerance: float, *, real: bool = False) -> bool | None:
+    """Whether they differ by at most a relative `tolerance`; None if one of them has no (real) value."""
+    one, other = rational(a), rational(b)
+    if tolerance == _EXACT and one is not None and other is not None:
+        return one == other
+    first, second = _value(a), _value(b)
+    if first is None or second is None:
+        return None
+    if real and any(abs(v.imag) > _FLOAT * abs(v) for v in (first, second)):
+        return None
+    apart = _value(a - b)
+    return apart is not None and bool(abs(apart) <= tolerance * max(abs(first), abs(second)))
+
+
+def _value(number: Any) -> Any:
+    """A finite mpmath number (its exponent may be large: 1/2004! isn't 0); None if there is none."""
     mpmath = _library("mpmath")
 
     try:
-        here = {s: at[str(s)] for s in expression.free_symbols}
-        found = mpmath.mpc(expression.xreplace(here).evalf(30)._to_mpmath(100))
+        found = mpmath.mpc(number.evalf(_DIGITS, maxn=_MOST_DIGITS)._to_mpmath(100))
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001  # sympy on what a model wrote: RecursionError, TypeError, ...
         return None
-    return found if mpmath.isfinite(found) else None
-
-
-def _close(a: Any, b: Any, tolerance: float) -> bool:
-    return bool(abs(a - b) <= tolerance * max(abs(a), abs(b)))
+    if not mpmath.isfinite(found) or (found and abs(mpmath.mag(found)) > _MOST_BITS):
+        return None
+    return found
 
 
 def _library(name: str) -> Any:

@@ -48,7 +48,7 @@ def _configuration(component: object) -> object:
 
 
 def _sources(component: object) -> set[Path]:
-    found = {*_HERE.glob("*.py"), _HERE.parent / "rewards.py"}
+    found = {*_HERE.glob("*.py"), _HERE.parent / "rewards.py", _HERE.parent / "gym_rows.py"}
     modules = {getattr(part, "__module__", "") for part in _parts(component)}
     files = [getattr(sys.modules.get(m), "__file__", None) for m in modules if isinstance(m, str)]
     return found | {Path(f) for f in files if f}
