@@ -4,8 +4,10 @@
 
 FOLDER holds GSM8K's train.jsonl and the tokenizer comes from --model. `packed`: one sequence per example,
 question and solution. `shared_prefix`: `samples` solutions to each question, those of other questions in
-their place, since only lengths matter. A figure is tokens that are forwarded over the room of the
-micro-batches, all steps together.
+their place, since only lengths matter. All figures are of all steps together. `full`: tokens over what is
+computed: padding is, and all micro-batches of a step take as long, and as much memory, as the largest.
+`of the budget`: tokens over micro-batches times the budget; `fewest`: the same for as few micro-batches as the
+sum of tokens allows, which no packing can exceed.
 """
 
 from __future__ import annotations
@@ -23,18 +25,30 @@ from arriero.components.planning import Layout, Tokens, in_prefix_order, plan
 
 
 def efficiency(steps: Sequence[list[Tokens]], layout: Layout, budget: int) -> dict[str, float]:
-    """Share of the room of all micro-batches that tokens fill, and tokens beside one pass per sequence."""
-    forwarded = room = sequences = 0
+    """How full micro-batches are, and tokens beside one pass per sequence."""
+    forwarded = sequences = largest = budgets = fewest = 0
     for inputs in steps:
         (micros,) = plan(inputs, token_budget=budget, layout=layout)
+        sizes: list[int] = []
+        tokens = 0
         for micro in micros:
-            tokens = [len(inputs[i]) for i in micro]
+            lengths = [len(inputs[i]) for i in micro]
             shared = sum(in_prefix_order(inputs, micro)[1]) if layout == "shared_prefix" else 0
-            padding = len(tokens) * max(tokens) - sum(tokens) if layout == "padded" else 0
-            forwarded += sum(tokens) - shared
-            room += sum(tokens) + padding if layout == "padded" else budget
-            sequences += sum(tokens)
-    return {"full": round(forwarded / room, 3), "fewer tokens": round(sequences / forwarded, 2)}
+            padding = len(lengths) * max(lengths) - sum(lengths) if layout == "padded" else 0
+            sizes.append(sum(lengths) - shared + padding)
+            tokens += sum(lengths) - shared
+            sequences += sum(lengths)
+        forwarded += tokens
+        # Padded runs have the sizes that fit their lengths: what they compute is their own padding.
+        largest += sum(sizes) if layout == "padded" else len(sizes) * max(sizes)
+        budgets += len(micros) * budget
+        fewest += -(-tokens // budget) * budget
+    return {
+        "full": round(forwarded / largest, 3),
+        "of the budget": round(forwarded / budgets, 3),
+        "fewest": round(forwarded / fewest, 3),
+        "fewer tokens": round(sequences / forwarded, 2),
+    }
 
 
 def main() -> None:

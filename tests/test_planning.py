@@ -125,9 +125,19 @@ def test_few_groups_are_shared_out_to_many_ranks() -> None:
     assert max(loads) < 1.2 * min(loads)
 
 
-def test_packed_micro_batches_of_gsm8k_are_full() -> None:
+@pytest.mark.parametrize("examples", [24, 71, 256])
+def test_packed_micro_batches_of_gsm8k_are_as_few_as_can_be_and_equally_full(examples: int) -> None:
     # Lengths as those of GSM8K in tokens; on the real ones, `benchmarks/packing.py`.
-    lengths = np.random.default_rng(0).lognormal(5.0, 0.35, 256).clip(40, 480).astype(int)
+    lengths = np.random.default_rng(0).lognormal(5.0, 0.35, examples).clip(40, 480).astype(int)
     inputs = [np.zeros(n, np.int32) for n in lengths]
     (micros,) = plan(inputs, token_budget=2048, layout="packed")
-    assert lengths.sum() / (len(micros) * 2048) > 0.95
+    assert len(micros) == -(-lengths.sum() // 2048)
+    sizes = [int(lengths[list(m)].sum()) for m in micros]
+    assert np.mean(sizes) / max(sizes) > 0.95
+
+
+def test_a_rank_with_room_spreads_over_the_micro_batches_that_another_needs() -> None:
+    # 10, 2 and 2 need two micro-batches of 13; 7, 3 and 2 would fit into one, beside a dummy.
+    lengths = [3, 7, 2, 2, 2, 10]
+    shares = plan(texts(lengths), token_budget=13, ranks=2, layout="packed")
+    assert [[sum(lengths[i] for i in m) for m in micros] for micros in shares] == [[10, 4], [7, 5]]

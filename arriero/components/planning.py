@@ -8,6 +8,7 @@ A unit is one sample, the samples that a loss needs together, or under `shared_p
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -25,6 +26,10 @@ RUN_COST = 64
 
 # Attention sees a shared prefix once per sequence: at most this many times the tokens that are forwarded.
 MOST_REPEATED = 4
+
+
+# How far above the mean of its tokens a micro-batch may be filled, as shares of what is left of the budget.
+_LIMITS = (0.0, *(2.0**-k for k in range(8, -1, -1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +52,9 @@ def plan(
 
     `inputs` are the tokens to forward, as `packing.read` gives them. Ranks are balanced by tokens, longest
     first. A micro-batch holds at most `token_budget` tokens (padding included, shared ones once) unless it is
-    a single longer unit. An empty one is a dummy: its forward and backward run, so that collectives match,
-    and it contributes exactly 0. `together` samples in a row are never parted; ValueError if they don't
-    divide the samples.
+    a single longer unit; without padding there are as few as fit, all about equally full. An empty one is a
+    dummy: its forward and backward run, so that collectives match, and it contributes exactly 0. `together`
+    samples in a row are never parted; ValueError if they don't divide the samples.
     """
     if token_budget < 1 or ranks < 1:
         raise ValueError(f"token_budget {token_budget} and ranks {ranks} must be >= 1")
@@ -59,6 +64,8 @@ def plan(
     group = _runs if layout == "padded" else _best_fit
     per_rank = [group(share, token_budget) for share in shares]
     most = max(len(micros) for micros in per_rank)
+    if layout != "padded":
+        per_rank = [_evened(share, token_budget, most) for share in shares]
     return tuple(tuple(micros) + ((),) * (most - len(micros)) for micros in per_rank)
 
 
@@ -166,18 +173,31 @@ def _runs(share: list[_Unit], budget: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _best_fit(share: list[_Unit], budget: int) -> list[tuple[int, ...]]:
+def _best_fit(share: Sequence[_Unit], budget: int) -> list[tuple[int, ...]]:
     """Best-fit decreasing: each unit, largest first, goes where the least room is left that takes it."""
     bins: list[list[int]] = []
-    free: list[int] = []
+    rooms: list[tuple[int, int]] = []  # what is left of a bin, and the bin; sorted
     for unit in share:
-        fitting = [(room, b) for b, room in enumerate(free) if unit.cost <= room]
-        if fitting:
-            _, into = min(fitting)
-        else:
-            into = len(bins)
+        at = bisect_left(rooms, (unit.cost, 0))
+        room, into = rooms.pop(at) if at < len(rooms) else (budget, len(bins))
+        if into == len(bins):
             bins.append([])
-            free.append(budget)
         bins[into].extend(unit.samples)
-        free[into] -= unit.cost
+        insort(rooms, (room - unit.cost, into))
     return [tuple(b) for b in bins]
+
+
+def _evened(share: Sequence[_Unit], budget: int, number: int) -> list[tuple[int, ...]]:
+    """Best fit into at most `number` micro-batches, under the lowest limit on their tokens that does.
+
+    So the last one isn't nearly empty: the largest decides how much memory a step needs, and how long ranks
+    wait for each other. `number` must be enough under `budget`.
+    """
+    fitting = [u.cost for u in share if u.cost <= budget]
+    alone = len(share) - len(fitting)
+    low = max(max(fitting, default=budget), -(-sum(fitting) // max(1, number - alone)))
+    for part in _LIMITS:
+        found = _best_fit(share, low + int(part * (budget - low)))
+        if len(found) <= number:
+            return found
+    raise AssertionError(f"best fit under {budget} tokens needs more than {number} micro-batches")
