@@ -6,8 +6,8 @@ FOLDER holds GSM8K's train.jsonl and the tokenizer comes from --model. `packed`:
 question and solution. `shared_prefix`: `samples` solutions to each question, those of other questions in
 their place, since only lengths matter. All figures are of all steps together. `full`: tokens over what is
 computed: padding is, and all micro-batches of a step take as long, and as much memory, as the largest.
-`of the budget`: tokens over micro-batches times the budget; `fewest`: the same for as few micro-batches as the
-sum of tokens allows, which no packing can exceed.
+`of the budget`: tokens over micro-batches times the budget; `fewest`: the same for as few micro-batches as
+the sum of tokens allows, which no packing can exceed.
 """
 
 from __future__ import annotations
