@@ -50,7 +50,7 @@ def written(
     checkpointer = Checkpointer(state, Checkpoints(every=every, keep=keep), place(run_dir=folder))
     steps(state, checkpointer, number)
     checkpointer.close(last=True)
-    return state, CheckpointStore(str(folder / "checkpoints"))
+    return state, CheckpointStore(str(folder / "checkpoints" / "node"))
 
 
 def equal(one: TrainState, other: TrainState) -> bool:
@@ -74,7 +74,7 @@ def test_what_is_read_goes_on_at_the_same_bits(tmp_path: Path) -> None:
     steps(state, checkpointer, 3)
     checkpointer.close(last=True)
     resumed = state_of(tiny_llama(seed=9), optimizer=AdamW(lr=1e-3), options=options)
-    restore(resumed, CheckpointStore(str(tmp_path / "checkpoints")), 2)
+    restore(resumed, CheckpointStore(str(tmp_path / "checkpoints" / "node")), 2)
     assert resumed.version == 2
     assert steps(resumed, None, 1) != steps(state_of(optimizer=AdamW(lr=1e-3), options=options), None, 1)
     assert equal(resumed, state)
@@ -142,7 +142,7 @@ def test_the_mark_says_what_the_ledger_said(tmp_path: Path) -> None:
     checkpointer = Checkpointer(state, Checkpoints(every=1), context)
     steps(state, checkpointer, 1)
     checkpointer.close(last=False)
-    mark = CheckpointStore(str(tmp_path / "checkpoints")).mark(1)
+    mark = CheckpointStore(str(tmp_path / "checkpoints" / "node")).mark(1)
     assert (mark.version, mark.run_id, mark.ranks, mark.frontier) == (1, "test", 1, frontier)
 
 
@@ -152,7 +152,7 @@ def test_checkpoints_go_to_any_url_of_fsspec_under_the_name_of_the_run(tmp_path:
     checkpointer = Checkpointer(state, config, place(run_dir=tmp_path))
     steps(state, checkpointer, 3)
     checkpointer.close(last=True)
-    store = CheckpointStore(f"{config.url}/test")
+    store = CheckpointStore(f"{config.url}/test/node")
     assert store.versions() == [2, 3]
     other = state_of(tiny_llama(seed=9), optimizer=AdamW(lr=1e-3))
     version = store.newest()
@@ -196,7 +196,7 @@ def read_split(rank: int, directory: Path) -> None:
     state = state_of(
         tiny_llama(seed=9), optimizer=AdamW(lr=1e-3), options=TrainingOptions(shards=shards), group=group
     )
-    restore(state, CheckpointStore(str(directory / "checkpoints")), 2)
+    restore(state, CheckpointStore(str(directory / "checkpoints" / "node")), 2)
     expected = torch.load(directory / "expected.pt", weights_only=True)
     found = whole_tensors(state)
     assert found.keys() == expected.keys()
@@ -205,7 +205,7 @@ def read_split(rank: int, directory: Path) -> None:
 
 def test_what_two_ranks_wrote_is_read_by_one_and_by_four(tmp_path: Path) -> None:
     run_ranks(write_split, tmp_path, ranks=2)
-    store = CheckpointStore(str(tmp_path / "checkpoints"))
+    store = CheckpointStore(str(tmp_path / "checkpoints" / "node"))
     assert store.newest() == 2
     assert store.mark(2).ranks == 2
     assert len(store.mark(2).files) == 2

@@ -46,7 +46,7 @@ class Checkpoints:
     """A checkpoint after every `every` steps and after the last one; 0: none. The newest `keep` stay.
 
     They stand in `checkpoints/` of the run directory, or in a folder named after the run at `url`, any URL of
-    fsspec. All ranks must reach the same place.
+    fsspec, by node. All ranks must reach the same place.
     """
 
     every: NonNegativeInt = 20
@@ -57,9 +57,9 @@ class Checkpoints:
         if not self.every and self.url:
             yield f"checkpoints.url={self.url} with every=0, so that none is written; leave one of them out"
 
-    def place(self, run_dir: Path, run_id: str) -> str:
-        """The URL of a run's checkpoints."""
-        return f"{self.url.rstrip('/')}/{run_id}" if self.url else str(run_dir / "checkpoints")
+    def place(self, run_dir: Path, run_id: str, node: str) -> str:
+        """The URL of the checkpoints of one node of a run."""
+        return f"{self.url.rstrip('/')}/{run_id}/{node}" if self.url else str(run_dir / "checkpoints" / node)
 
 
 class Checkpointer:
@@ -67,8 +67,8 @@ class Checkpointer:
 
     def __init__(self, state: TrainState, config: Checkpoints, context: Context) -> None:
         self._state, self._config, self._context = state, config, context
-        self._store = CheckpointStore(config.place(context.run_dir, context.run_id))
-        self._group, self._ranks, self._writers = _groups(context.ranks)
+        self._store = CheckpointStore(config.place(context.run_dir, context.run_id, context.node))
+        self._group, self.ranks, self._writers = _groups(context.ranks)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._buffers: dict[str, Tensor] = {}
         self._writing: Future[None] | None = None
@@ -79,7 +79,7 @@ class Checkpointer:
         version, every = self._state.version, self._config.every
         if not every or version % every:
             return
-        if any(said == b"busy" for said in self._ranks.gather(b"busy" if self._busy() else b"free")):
+        if any(said == b"busy" for said in self.ranks.gather(b"busy" if self._busy() else b"free")):
             self._context.count("checkpoints_skipped", 1)
             return
         self._begin()
@@ -96,9 +96,9 @@ class Checkpointer:
         from arriero.components.random_state import random_state
 
         self._last = self._state.version
-        tensors = self._state.checkpoint() | random_state(self._ranks.rank)
+        tensors = self._state.checkpoint() | random_state(self.ranks.rank)
         mark = CheckpointMark(
-            run_id=self._context.run_id, node=self._context.node, version=self._last, ranks=self._ranks.size,
+            run_id=self._context.run_id, node=self._context.node, version=self._last, ranks=self.ranks.size,
             files=(), frontier=self._context.frontier(),
         )  # fmt: skip
         self._writing = self._thread.submit(self._write, self._copied(tensors), mark)

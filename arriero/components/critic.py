@@ -52,6 +52,7 @@ class Critic:
     bootstrap: bool = False
     token_budget: PositiveInt = 8192
     computes: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)

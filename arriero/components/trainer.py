@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
@@ -17,6 +18,7 @@ from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.publisher import Publisher, WeightPlane
 from arriero.components.recorded import RecordedRollouts
+from arriero.components.recovery import Recovery
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.replay import Replay
 from arriero.components.sampling import Sampling
@@ -66,6 +68,9 @@ class Trainer:
     def limit(self) -> int | None:
         return self.steps
 
+    def checkpoint_place(self, run_dir: Path, run_id: str, node: str) -> str:
+        return self.checkpoints.place(run_dir, run_id, node)
+
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
         yield from self.weights.problems()
@@ -110,16 +115,21 @@ class Trainer:
             state = await compute(self._load, context.ranks, bool(context.loop))
             publish = await compute(Publisher, state, self.weights, context)
             checkpoint = await compute(Checkpointer, state, self.checkpoints, context)
-            yield await compute(publish, 0, {})
-            async for batch in batches:
+            past = await compute(Recovery, state, self.checkpoints, context, checkpoint.ranks)
+            lacks = True
+            while lacks:
+                if past.wanted(state.version):
+                    weights = await compute(publish, state.version, past.metrics(state.version))
+                    past.check(weights)
+                    yield weights
+                lacks = await compute(past.step)
+            while state.version < self.steps and (batch := await batches.next()) is not None:
                 metrics = await compute(state.step, batch)
                 if self.mismatch.check(state.version - 1, metrics):
                     context.count("mismatch_warnings", 1)
                 weights = await compute(publish, state.version, metrics)
                 await compute(checkpoint)
                 yield weights
-                if state.version == self.steps:
-                    break
             await compute(checkpoint.close, last=True)
             if self.save:
                 await compute(state.save, context.run_dir / "model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Generic, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from arriero.engine.stream import Stream
@@ -79,6 +80,15 @@ class HasLimit(Protocol):
     """A component that stops by itself after so many outputs (not counting a version 0); None: never."""
 
     def limit(self) -> int | None: ...
+
+
+@runtime_checkable
+class Recovers(Protocol):
+    """A trainer that goes on from `Context.made` when it starts again."""
+
+    def checkpoint_place(self, run_dir: Path, run_id: str, node: str) -> str:
+        """The URL of its checkpoints; empty if it needs none."""
+        ...
 
 
 class GraphView(Protocol):

@@ -35,11 +35,13 @@ class Failure:
 
 def killed(name: str, number: int, log: object) -> Failure:
     """A process that a signal ended: nobody inside could say anything, and others fail because of it."""
+    return Failure(message=f"{name} was killed by {signal_name(number)}; its log is {log}", weight=0)
+
+
+def signal_name(number: int) -> str:
+    """As in "signal 9 (SIGKILL)"."""
     known = {s.value: s.name for s in signal.Signals}
-    return Failure(
-        message=f"{name} was killed by signal {number} ({known.get(number, 'unknown')}); its log is {log}",
-        weight=0,
-    )
+    return f"signal {number} ({known.get(number, 'unknown')})"
 
 
 def node_failed(name: str, ended: Ended, log: object, waits: str) -> Failure:

@@ -1,9 +1,14 @@
 """A replica that was killed starts again, a bounded number of times, while the others go on.
 
-Only replicas whose work others can take over without a trace: each record that they take has one answer, and
-its id follows from the record, so what was under way is delivered again at once and stored once. A source, a
-trainer and a component that gathers several records would have to go on from where they were: their end ends
-the run. An error that a component raises isn't tried again: it would come back.
+| role                     | goes on from                                                                  |
+|--------------------------|-------------------------------------------------------------------------------|
+| generator, reward, ...   | nothing: what it had taken is delivered again at once, and stored once        |
+| one that gathers records | the same; what has been trained meanwhile goes no further                     |
+| source                   | the ledger: it passes over what is settled, and sends again what is under way |
+| trainer, with a record   | its checkpoint and the recorded batches after it                              |
+
+A component that learns and keeps no checkpoints can't come back: its end ends the run, as does that of a
+trainer on several ranks. An error that a component raises isn't tried again: it would come back.
 """
 
 from __future__ import annotations
@@ -14,9 +19,14 @@ from collections import Counter
 from collections.abc import Callable
 
 from arriero.engine.broker import Broker
-from arriero.launchers.failures import killed
+from arriero.engine.component import Recovers
+from arriero.engine.portable import resolve
+from arriero.engine.runtime.journal import record
+from arriero.launchers.failures import killed, signal_name
 from arriero.launchers.replicas import Replica
-from arriero.schemas.graph import GraphSpec
+from arriero.schemas.graph import GraphSpec, NodeSpec
+from arriero.schemas.ledger import Restarted
+from arriero.schemas.messages import Weights
 from arriero.schemas.run import RunOptions
 
 
@@ -25,7 +35,7 @@ class Restarts:
 
     def __init__(self, spec: GraphSpec, options: RunOptions, start: Callable[[str], Replica] | None) -> None:
         self._start, self._most = start, options.restarts
-        self._roles = {role for role in spec.roles if _replaceable(spec, role)}
+        self._roles = {role for role in spec.roles if _replaceable(spec, role, options)}
         self._began = time.monotonic()
         self._at: dict[str, float] = {}
         self.counts: Counter[str] = Counter()  # by replica
@@ -55,6 +65,7 @@ class Restarts:
             return None
         self.counts[p.name] += 1
         why = killed(p.name, number, p.log).message
+        await record(broker, Restarted(name=p.name, number=self.counts[p.name], why=signal_name(number)))
         print(
             f"arriero: {why}; it starts again ({self.counts[p.name]} of {self._most})",
             file=sys.stderr,
@@ -68,13 +79,12 @@ class Restarts:
         return time.monotonic() - self._at.get(name, self._began)
 
 
-def _replaceable(spec: GraphSpec, role: str) -> bool:
-    producers = {loop.producer for loop in spec.loops}
-    return all(
-        n.ranks == 1
-        and n.name not in producers
-        and any(not i.loop for i in n.inputs)
-        and all(i.consumes == 1 for i in n.inputs)
-        and n.produces == 1
-        for n in spec.roles[role]
-    )
+def _replaceable(spec: GraphSpec, role: str, options: RunOptions) -> bool:
+    return all(n.ranks == 1 and _comes_back(n, options) for n in spec.roles[role])
+
+
+def _comes_back(node: NodeSpec, options: RunOptions) -> bool:
+    kind = resolve(node.component)
+    if not issubclass(resolve(node.output), Weights):
+        return not getattr(kind, "learns", False)
+    return options.record and issubclass(kind, Recovers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapter
 
 from arriero.schemas.messages import DropReason, Message, Outcome, Split
 
@@ -80,7 +80,42 @@ class Evaluated(Message):
     source: str = ""
 
 
-Event = Annotated[Admitted | DroppedEvent | Trained | Evaluated, Field(discriminator="kind")]
+class Started(Message):
+    """A node that needs to know what was before it has begun to read: its history ends at this entry."""
+
+    kind: Literal["started"] = "started"
+    node: str
+    replica: NonNegativeInt
+    life: str
+
+
+class Restarted(Message):
+    """A process of the run was started again, the `number`-th time; `why` it had ended."""
+
+    kind: Literal["restarted"] = "restarted"
+    name: str
+    number: PositiveInt
+    why: str
+
+
+class Resumed(Message):
+    """The run goes on after all of it had ended, from these `versions` by trainer; the `number`-th time.
+
+    What came after them is undone: steps, and evaluations. Prompts that were under way are so again, unless
+    `anew`: then they stay dropped. `changed` is what was allowed to differ, as `key: before -> now`.
+    """
+
+    kind: Literal["resumed"] = "resumed"
+    number: PositiveInt
+    versions: dict[str, NonNegativeInt]
+    anew: bool = False
+    changed: tuple[str, ...] = ()
+    why: str = ""
+
+
+Event = Annotated[
+    Admitted | DroppedEvent | Trained | Evaluated | Started | Restarted | Resumed, Field(discriminator="kind")
+]
 # A union doesn't take over the setting of its members: a metric that overflowed would be written as null.
 EVENT: TypeAdapter[Event] = TypeAdapter(Event, config=ConfigDict(ser_json_inf_nan="strings"))
 

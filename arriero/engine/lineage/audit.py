@@ -85,7 +85,7 @@ def _chain(record: Lineage) -> Iterator[Finding]:
 
 def _ledger(record: Lineage) -> Iterator[Finding]:
     ledger = Ledger()
-    for event in record.events:
+    for event in record.history:
         try:
             ledger.apply(event)
         except LedgerError as error:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from arriero.engine.lineage.chain import GENESIS, ChainError, Line, lines, link
 from arriero.engine.lineage.content import SALT_BYTES, TOKENS, Columns, batch_of, columns, group_of, pieces
 from arriero.engine.lineage.spaces import Spaces
-from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Trained
+from arriero.engine.runtime.ledger import effective
+from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Resumed, Trained
 from arriero.schemas.lineage import (
     Anchor,
     BatchEntry,
@@ -51,11 +52,12 @@ class Lineage:
         self._spaces = Spaces(self.url)
         self.opened: Opened | None = None
         self.closed: Closed | None = None
-        self.events: list[Event] = []
+        self.events: list[Event] = []  # as they were written
+        self.history: list[Event] = []  # those of them that count, since a run that goes on may undo some
         self.groups: dict[str, GroupEntry] = {}  # by the id under which samples name them
         self.batches: dict[str, BatchEntry] = {}  # the last one seen of each id
         self.records: dict[str, RecordEntry] = {}
-        self.weights: list[WeightsEntry] = []
+        self._weights: dict[tuple[str, int], WeightsEntry] = {}  # by loop and version
         self.run: list[RunEntry] = []
         self.redacted: set[str] = set()  # ids of groups, records and batches of which something is gone
         self.reasons: list[str] = []  # for which
@@ -96,7 +98,7 @@ class Lineage:
     def _sort(self, entry: Entry) -> None:
         match entry:
             case Noted():
-                self.events.append(entry.event)
+                self._hear(entry.event)
             case GroupEntry():
                 self._once(entry.edge, name := entry.scores.id if entry.scores else entry.id)
                 self.groups[name] = entry
@@ -107,7 +109,7 @@ class Lineage:
                 self._once(entry.edge, entry.id)
                 self.records[entry.id] = entry
             case WeightsEntry():
-                self.weights.append(entry)
+                self._weights[entry.loop, entry.version] = entry  # after a crash a version is announced again
             case RunEntry():
                 self.run.append(entry)
             case Opened():
@@ -142,23 +144,38 @@ class Lineage:
         """The head of the chain, as far as it is whole."""
         return Anchor(entries=self._count, head=self._head)
 
+    def _hear(self, event: Event) -> None:
+        self.events.append(event)
+        if not isinstance(event, Resumed):
+            self.history.append(event)
+            return
+        self.history = effective([*self.history, event])
+        newest = max(event.versions.values(), default=0)
+        self._weights = {key: w for key, w in self._weights.items() if w.version <= newest}
+        self._edges.clear()  # what was under way is made anew, under the same names
+
+    @property
+    def weights(self) -> list[WeightsEntry]:
+        """The versions that loops have carried, in the order in which they were first announced."""
+        return [*self._weights.values()]
+
     # --- content ------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[Trained]:
-        return [e for e in self.events if isinstance(e, Trained)]
+        return [e for e in self.history if isinstance(e, Trained)]
 
     @property
     def admitted(self) -> list[Admitted]:
-        return [e for e in self.events if isinstance(e, Admitted)]
+        return [e for e in self.history if isinstance(e, Admitted)]
 
     @property
     def dropped(self) -> list[DroppedEvent]:
-        return [e for e in self.events if isinstance(e, DroppedEvent)]
+        return [e for e in self.history if isinstance(e, DroppedEvent)]
 
     @property
     def evaluated(self) -> list[Evaluated]:
-        return [e for e in self.events if isinstance(e, Evaluated)]
+        return [e for e in self.history if isinstance(e, Evaluated)]
 
     def arrays(self, group: GroupEntry) -> Columns:
         """The four token arrays of all its rollouts, one after the other."""

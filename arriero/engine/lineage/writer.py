@@ -14,7 +14,7 @@ from typing import Any
 from arriero.engine.lineage.chain import Chain, ChainError, lines
 from arriero.engine.lineage.gathering import Gathering, Known
 from arriero.engine.lineage.spaces import Spaces
-from arriero.schemas.ledger import Event
+from arriero.schemas.ledger import Event, Resumed
 from arriero.schemas.lineage import (
     Anchor,
     BatchEntry,
@@ -123,6 +123,9 @@ class LineageWriter:
                 _keep(self._ids, (entry.edge, entry.id), None)
             case WeightsEntry():
                 _keep(self._ids, (entry.loop, entry.id), None)
+            case Noted() if isinstance(entry.event, Resumed):  # what was under way is made anew
+                self._ids.clear()
+                self._groups.clear()
             case _:
                 pass
 

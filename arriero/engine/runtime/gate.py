@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
-from arriero.engine.broker import Broker
 from arriero.engine.rates import Window
-from arriero.engine.runtime.journal import follow_ledger
 from arriero.engine.runtime.ledger import Ledger
 from arriero.engine.runtime.results import Results
 from arriero.schemas.ledger import DroppedEvent, Event
@@ -35,13 +33,8 @@ class Gate:
         self._last_drop: DroppedEvent | None = None
         self.changed = asyncio.Event()
 
-    async def follow(self, broker: Broker) -> None:
-        """Keep the account up to date, without end. Raises LedgerError if the ledger contradicts itself."""
-        async for event in follow_ledger(broker):
-            self.apply(event)
-
     def apply(self, event: Event) -> None:
-        """Take one event of the ledger into account."""
+        """Take one event of the ledger into account. Raises LedgerError if it contradicts earlier ones."""
         self._ledger.apply(event)
         self.results.apply(event)
         if isinstance(event, DroppedEvent):

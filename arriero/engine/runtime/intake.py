@@ -9,6 +9,7 @@ from arriero.engine.broker import Broker, Lease
 from arriero.engine.graph import HasWant, Node, PerRecord
 from arriero.engine.rates import Window, repetitions, windows
 from arriero.engine.runtime.guard import dropped, held_out, stale_groups
+from arriero.engine.runtime.history import Done
 from arriero.engine.runtime.journal import dropped_already, record
 from arriero.engine.runtime.outputs import Outbox
 from arriero.engine.stream import Loop
@@ -23,7 +24,8 @@ class Intake:
     """The guard in its place, and the end of records that fail.
 
     `window` is the loop that bounds what the node may take (None: it may take everything), `version` the one
-    that its next output will replace.
+    that its next output will replace. `done` are the prompts that have been trained: after a crash they may
+    come again, by themselves or in another batch, and then go no further.
     """
 
     def __init__(
@@ -33,14 +35,35 @@ class Intake:
         outbox: Outbox,
         *,
         window: Window | None,
+        done: Done,
         version: Callable[[], int],
         max_deliveries: int,
     ) -> None:
         self._node, self._broker, self._outbox = node, broker, outbox
         self._window, self._version, self._max_deliveries = window, version, max_deliveries
+        self._done = done
 
     def accept(self, lease: Lease, arrived: Record) -> Record | None:
         """What of a record the component may take: nothing held out, nothing too stale; answers the rest."""
+        if (left := self._untrained(arrived)) is None:
+            self._outbox.settle((), (lease,))
+            return None
+        return self._fresh(lease, left)
+
+    def _untrained(self, arrived: Record) -> Record | None:
+        """Without what has been trained already."""
+        if isinstance(arrived, Batch):
+            fresh = [s for s in arrived.samples if not s.replayed]
+            trained = frozenset(s.group for s in fresh if s.origin in self._done)
+            if not trained:
+                return arrived
+            left = arrived.without(trained)
+            return left if any(not s.replayed for s in left.samples) else None
+        if arrived.origins and all(origin in self._done for origin in arrived.origins):
+            return None
+        return arrived
+
+    def _fresh(self, lease: Lease, arrived: Record) -> Record | None:
         if self._window is None:
             return arrived
         if (evaluated := held_out(arrived)) is not None:

@@ -18,6 +18,9 @@ from arriero.schemas.ledger import (
     Ended,
     Evaluated,
     Event,
+    Restarted,
+    Resumed,
+    Started,
     Stop,
     Trained,
 )  # fmt: skip
@@ -34,6 +37,12 @@ def event_id(event: Event) -> str:
             return f"trained:{event.node}:{event.version}"
         case Evaluated():
             return f"evaluated:{event.id}"
+        case Started():
+            return f"started:{event.life}"
+        case Restarted():
+            return f"restarted:{event.name}:{event.number}"
+        case Resumed():
+            return f"resumed:{event.number}"
 
 
 async def record(broker: Broker, event: Event) -> None:

@@ -6,8 +6,47 @@ A training prompt is admitted, then trained or dropped, once: `admitted = traine
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
-from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Trained
+from arriero.schemas.ledger import (
+    Admitted,
+    DroppedEvent,
+    Evaluated,
+    Event,
+    Restarted,
+    Resumed,
+    Trained,
+)  # fmt: skip
+
+
+def effective(events: Iterable[Event]) -> list[Event]:
+    """What counts of a ledger: without what a resumed run has undone, and without the news of lives."""
+    kept: list[Event] = []
+    for event in events:
+        match event:
+            case Resumed():
+                kept = [k for k in kept if not _undone(k, event)]
+            case Restarted():
+                pass
+            case _:
+                kept.append(event)
+    return kept
+
+
+def _undone(event: Event, by: Resumed) -> bool:
+    newest = min(by.versions.values(), default=0)
+    match event:
+        case Trained():
+            return event.version > by.versions.get(event.node, event.version)
+        case DroppedEvent():
+            return event.reason == "end_of_run" and not by.anew
+        case Admitted():
+            return event.split == "eval" and event.min_version > newest
+        case Evaluated():
+            return event.version > newest
+        case _:
+            return False
+
 
 _UNKNOWN, _IN_FLIGHT, _TRAINED, _DROPPED = range(4)
 
@@ -69,6 +108,8 @@ class Ledger:
                 self._drop(event)
             case Evaluated():
                 self.held_out_back += 1
+            case _:  # nothing that became of a prompt
+                pass
 
     def _admit(self, event: Admitted) -> None:
         if event.split == "eval":

@@ -20,19 +20,22 @@ from typing import TYPE_CHECKING, Any, cast
 from arriero.engine.backlog import Backlog
 from arriero.engine.broker import Broker, Lease
 from arriero.engine.graph import Graph, PerRecord
+from arriero.engine.rates import Window, ancestors
 from arriero.engine.runtime.context import Context, enter
+from arriero.engine.runtime.frontier import FrontierFold
 from arriero.engine.runtime.guard import Ahead, guarded, sampled_tokens, trained, trained_tokens
 from arriero.engine.runtime.handover import Handover
+from arriero.engine.runtime.history import Done, History
 from arriero.engine.runtime.inputs import EdgeSource
 from arriero.engine.runtime.intake import Intake, want
-from arriero.engine.runtime.journal import Progress, follow_ledger
+from arriero.engine.runtime.journal import Progress
 from arriero.engine.runtime.outputs import Outbox
 from arriero.engine.runtime.provenance import check_kind, check_place, child_id, origins_of, parents_of
 from arriero.engine.runtime.versions import LoopSource
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Loop, Source, Stream
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import DroppedEvent, Event, loop_log
+from arriero.schemas.ledger import DroppedEvent, Event, Trained, loop_log
 from arriero.schemas.messages import Dropped, Record, RolloutGroup, Weights
 from arriero.schemas.run import RunOptions
 
@@ -71,6 +74,12 @@ class NodeRunner:
         self._version = 0  # the last that this node has made
         window = guarded(spec, name)
         self._ahead = Ahead(window.producer) if window and window.producer != name else None
+        self._makes_versions = issubclass(node.output, Weights)
+        trainer = name if self._makes_versions else _trainer_after(spec, name, window)
+        self._frontier, done = FrontierFold(), Done(trainer)
+        heard = [done.apply, self._ahead.apply if self._ahead else self._frontier.apply]
+        self.history = History(name, context.replica, broker, heard)
+        self._steps: dict[int, Trained] = {}  # those of earlier lives
         self._has_consumers = bool(spec.consumers(name))
         self.outbox = Outbox(
             broker,
@@ -85,6 +94,7 @@ class NodeRunner:
             broker,
             self.outbox,
             window=window,
+            done=done,
             version=lambda: self._ahead.version if self._ahead else self._version,
             max_deliveries=options.max_deliveries,
         )
@@ -134,17 +144,29 @@ class NodeRunner:
     def _watches(self) -> list[Coroutine[Any, Any, None]]:
         """What runs beside the component; an error in it ends the node."""
         watches: list[Coroutine[Any, Any, None]] = []
-        if self._ahead is not None:
-            watches.append(self._follow_ahead(self._ahead))
+        if self._remembers:
+            watches.append(self.history.follow())
         if self._handover is not None:
             watches += [self._handover.end_with_the_prompts(), self._handover.lengths.follow()]
         return watches
 
-    async def _follow_ahead(self, ahead: Ahead) -> None:
-        async for event in follow_ledger(self.broker):
-            ahead.apply(event)
+    @property
+    def _remembers(self) -> bool:
+        """Whether it matters to this node what was before it."""
+        return self._ahead is not None or self._makes_versions
+
+    async def _recall(self) -> tuple[Trained, ...]:
+        """The steps of earlier lives, once the ledger is read up to now."""
+        if self._remembers:
+            await self.clock.wait(self.history.read.wait(), "the ledger up to now")
+        return tuple(self.history.made)
 
     async def _work(self, streams: dict[str, Any]) -> None:
+        steps = await self._recall()
+        self._steps = {step.version: step for step in steps}
+        if self._makes_versions:
+            announced = await self._announced() if self.world.rank == 0 else -1
+            enter(replace(self.context, made=steps, announced=announced, frontier=self._frontier.frontier))
         try:
             await self._drive(streams)
         except SystemExit as error:  # would end the process in the middle of everything, perhaps with code 0
@@ -196,16 +218,53 @@ class NodeRunner:
             self._drop(output, taken)
             return
         check_kind(output, self.node.output, self.node.name)
+        if isinstance(output, Weights) and (output.version in self._steps or self._begins_again(output)):
+            await self._give_again(output)
+            return
         parents = parents_of(output, taken, self.node.name)
         if self._edges:
             check_place(output, parents, self.node.name, version=self._version)
         records = [taken[p] for p in parents]
         if not isinstance(output, Weights) or records:
             name = child_id(self.node.name, parents, self._children[parents])
+            name += self._life if isinstance(output, Weights) else ""
             output = output.stamped(id=name, parents=parents, origins=origins_of(records))
         else:
             output = output.stamped(id=f"{self.node.name}-{output.version}", parents=(), origins=())
         await self.give(output, parents)
+
+    @property
+    def _life(self) -> str:
+        """Behind the ids of versions, which are announced anew after a crash: what carries them is new."""
+        return f"~{self.history.lives}" if self.history.lives and not self._has_consumers else ""
+
+    def _begins_again(self, output: Weights) -> bool:
+        return output.version == 0 and self.history.lives > 0
+
+    def _id_of(self, version: int) -> tuple[str, tuple[str, ...]]:
+        """What a version of an earlier life was called, and its parents."""
+        step = self._steps.get(version)
+        parents = (step.batch,) if step else ()
+        return child_id(self.node.name, parents, 0) if step else f"{self.node.name}-{version}", parents
+
+    async def _give_again(self, output: Weights) -> None:
+        """Announce a version that the ledger has already."""
+        name, parents = self._id_of(output.version)
+        step = self._steps.get(output.version)
+        self._version = output.version
+        again = output.stamped(id=name + self._life, parents=parents, origins=step.origins if step else ())
+        await self.outbox.put(again, ())
+
+    async def _announced(self) -> int:
+        """The newest of the last few versions that its loops carry already; -1 if they carry none of them."""
+        logs = [loop_log(loop.name) for loop in self.spec.loops if loop.producer == self.node.name]
+        newest = max(self._steps, default=0)
+        for version in range(newest, max(newest - self.context.staleness - 2, -1), -1) if logs else ():
+            name, _ = self._id_of(version)
+            lives = [name, *(f"{name}~{life}" for life in range(1, self.history.lives + 1))]
+            if any([await self.broker.appended(logs[0], each) for each in lives]):
+                return version
+        return -1
 
     async def give(self, output: Record, parents: tuple[str, ...], *, first: Event | None = None) -> None:
         """Hand a stamped output to the outbox with the leases it answers; `first` is recorded before it."""
@@ -296,6 +355,11 @@ class NodeRunner:
                 f"{self.node.name} ended without an answer to {len(left)} inputs ({left[0]}, ...); "
                 "give an output or Dropped for each"
             )
+
+
+def _trainer_after(spec: GraphSpec, name: str, window: Window | None) -> str:
+    """Whose steps say that what comes to `name` has been trained; empty if nobody's do."""
+    return window.producer if window and name in ancestors(spec, window.producer) else ""
 
 
 async def _first_error(work: asyncio.Task[None], *others: asyncio.Future[None]) -> None:

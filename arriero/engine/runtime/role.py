@@ -26,6 +26,7 @@ from arriero.schemas.run import RoleStatus, RunOptions
 
 _log = logging.getLogger(__name__)
 _PEER_S = 5.0
+LINEAGE = "lineage"  # the folder of the run directory that holds the record
 _SAY_S = 5.0  # for the last words of a node that failed
 
 
@@ -181,6 +182,7 @@ def _context(
         deterministic=options.deterministic,
         staleness=max((loop.staleness for loop in spec.loops), default=0),
         loop=next(iter((*own, *followed)), ""),
+        record_url=(options.record_url or str(run_dir / LINEAGE)) if options.record else "",
     )
 
 

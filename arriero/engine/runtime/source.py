@@ -1,4 +1,8 @@
-"""A source, running: its records are admitted by the gate; held-out prompts go along at their versions."""
+"""A source, running: its records are admitted by the gate; held-out prompts go along at their versions.
+
+One that starts again draws its records from the first on, passes over those that the ledger has settled and
+sends those again that are under way: under the same ids, so that what is still on the edge is there once.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from arriero.engine.errors import UserError
 from arriero.engine.graph import Evaluation, Graph, HasEvaluation, HasLimit
 from arriero.engine.rates import windows
 from arriero.engine.runtime.gate import Gate
+from arriero.engine.runtime.history import History
 from arriero.engine.runtime.node import NodeRunner
 from arriero.schemas.ledger import Admitted
 from arriero.schemas.messages import Dropped, Example, Prompt, Record, ScoredGroup
@@ -27,20 +32,31 @@ class SourceRunner(NodeRunner):
         super().__init__(*args, **kwargs)
         mine = tuple(w for w in windows(self.spec) if self.node.name in w.sources)
         self._gate = Gate(mine, steps(self.graph, tuple(w.producer for w in mine)))
+        self.history = History(self.node.name, self.context.replica, self.broker, [self._gate.apply])
         component = self.node.component
         has = mine and isinstance(component, HasEvaluation)
         self._evaluation: Evaluation | None = component.evaluation() if has else None
         self._evaluated = -1  # the last version for which held-out prompts were sent
         self._held_out_sent = 0
+        self._last_held_out = 0  # the origin of the last held-out prompt
         self._next = 0  # the number of the next record
         self.context = replace(self.context, measured=self._measured)
 
+    @property
+    def _remembers(self) -> bool:
+        return True
+
     def _watches(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._gate.follow(self.broker), self._wake_at_end()]
+        return [self.history.follow(), self._wake_at_end()]
 
     async def _drive(self, streams: dict[str, Any]) -> None:
         gate = self._gate
         self.clock.start()
+        held_out = [a for a in self.history.admitted.values() if a.split == "eval"]
+        self._held_out_sent = len(held_out)
+        self._last_held_out = min([0, *(a.origin for a in held_out)])
+        for version in sorted({a.min_version for a in held_out}):
+            await self._evaluate(version)
         await self._evaluate(0)
         await self._until(
             lambda: gate.held_out_back >= self._held_out_sent, lambda: "the held-out prompts of version 0"
@@ -54,11 +70,12 @@ class SourceRunner(NodeRunner):
 
     async def _admit_all(self) -> int:
         """Send records until the component has no more, or nobody wants more; how many were sent."""
-        gate, k, first_epoch = self._gate, 0, 0
+        gate, k, first_epoch, admitted = self._gate, 0, 0, self.history.admitted
         async with aclosing(cast("AsyncGenerator[Record, None]", self.node.component.run())) as outputs:
             while True:
-                # The gate first: what a record is may depend on the versions that are there by then.
-                await self._until(lambda: gate.open_for(k), lambda: gate.state(k))  # noqa: B023
+                if k not in admitted:
+                    # The gate first: what a record is may depend on the versions that are there by then.
+                    await self._until(lambda: gate.open_for(k), lambda: gate.state(k))  # noqa: B023
                 if gate.finished or self.progress.sinks_ended.is_set():
                     break
                 self._next = k
@@ -69,23 +86,44 @@ class SourceRunner(NodeRunner):
                 first_epoch += not _place(output)[0]
                 if _place(output)[0] and (why := gate.hopeless(first_epoch)):
                     raise UserError(f"{self.node.name}: {why}")
-                await self._send(output, origin=k, min_version=gate.min_version(k))
+                if k not in admitted:
+                    await self._send(output, origin=k, min_version=gate.min_version(k))
+                elif k in self.history.open:
+                    await self._send_again(output, admitted[k])
                 k += 1
         return k
 
+    async def _send_again(self, output: Record, before: Admitted) -> None:
+        """What may have been lost between the ledger and the edge, or with all edges."""
+        if output.id and output.id != before.id:
+            raise UserError(
+                f"{self.node.name}: record {before.origin} was {before.id} and now is {output.id}: its data, "
+                "their order or the seed has changed since; go on with the same"
+            )
+        await self._send(output, origin=before.origin, min_version=before.min_version)
+
     def _measured(self, record: str) -> float | None:
         """The share of right rollouts of a record, as far as versions show it that are certain by now."""
-        return self._gate.results.share(record, self._gate.min_version(self._next))
+        before = self.history.admitted.get(self._next)
+        certain = self._gate.min_version(self._next) if before is None else before.min_version
+        return self._gate.results.share(record, certain)
 
     async def _evaluate(self, version: int) -> None:
         """Send the held-out prompts for `version`, if they were not sent for it already."""
         if self._evaluation is None or version <= self._evaluated:
             return
         self._evaluated = version
+        before = {a.id: a.origin for a in self.history.admitted.values() if a.split == "eval"}
         for prompt in self._evaluation.prompts:
-            self._held_out_sent += 1
             sent = prompt.model_copy(update={"id": f"{prompt.id}@{version}", "split": "eval"})
-            await self._send(sent, origin=-self._held_out_sent, min_version=version)
+            origin = before.get(sent.id)
+            if origin is None:
+                self._held_out_sent += 1
+                self._last_held_out -= 1
+                origin = self._last_held_out
+            elif origin not in self.history.open:
+                continue
+            await self._send(sent, origin=origin, min_version=version)
 
     async def _evaluate_if_due(self) -> None:
         every = self._evaluation.every if self._evaluation else 0

@@ -13,16 +13,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from pydantic import ConfigDict, TypeAdapter
+
 from arriero.engine.codec import decode, encode
 from arriero.engine.runtime.node import NodeRunner
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Source, Stream
+from arriero.schemas.ledger import Trained
 from arriero.schemas.messages import Record
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+_STEPS = TypeAdapter(tuple[Trained, ...], config=ConfigDict(ser_json_inf_nan="strings"))
 
 
 class World:
@@ -105,9 +109,11 @@ class SharedSource:
 class RankRunner(NodeRunner):
     """Runs a node on one of several ranks; only rank 0 leases, publishes and acknowledges."""
 
-    async def _drive(self, streams: dict[str, Any]) -> None:
+    async def _recall(self) -> tuple[Trained, ...]:
         await self.world.join(self.node.name)
-        await super()._drive(streams)
+        steps = _STEPS.dump_json(await super()._recall()) if self.world.rank == 0 else None
+        shared = await in_thread(lambda: self.world.share(self.node.name, steps))
+        return _STEPS.validate_json(shared or b"[]")
 
     def _stream(self, port: str, stream: Stream[Any]) -> Stream[Any]:
         inner = super()._stream(port, stream)

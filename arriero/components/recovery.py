@@ -1,0 +1,119 @@
+"""How a trainer comes back to the weights that it had published: a checkpoint, then the recorded batches.
+
+    the newest whole checkpoint that is old enough -> recorded batches after it -> the ledger's newest step
+
+The record is the log that was written ahead: a batch stands in it before the broker lets go of it. Nothing is
+generated twice. Without a record the run goes on from the checkpoint itself, and the launcher sees to it that
+the ledger says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from arriero.components.checkpoints import Checkpoints, restore
+from arriero.engine.checkpoints import CheckpointStore
+from arriero.engine.runtime.context import Context
+from arriero.schemas.ledger import Trained
+from arriero.schemas.messages import Batch, Weights
+
+if TYPE_CHECKING:
+    from arriero.components.training import TrainState
+    from arriero.engine.lineage.reader import Lineage
+    from arriero.engine.weights.ranks import Ranks
+
+_log = logging.getLogger(__name__)
+_PAUSE_S, _LATE_S = 0.5, 120.0  # for the recorder to store a batch that was trained a moment ago
+
+
+class RecoveryError(RuntimeError):
+    """The steps of the ledger can't be taken again: their batches aren't on record."""
+
+
+class Recovery:
+    """What `context.made` asks of a trainer; all ranks make it, and take each `step`, together."""
+
+    def __init__(self, state: TrainState, checkpoints: Checkpoints, context: Context, ranks: Ranks) -> None:
+        self._state, self._context = state, context
+        self._record: Lineage | None = None
+        self._steps = {step.version: step for step in context.made}
+        self.version = context.made[-1].version if context.made else 0
+        if not context.made:
+            return
+        store = CheckpointStore(checkpoints.place(context.run_dir, context.run_id, context.node))
+        if (found := _agreed(store, self._oldest_needed, self.version, ranks)) is not None:
+            restore(state, store, found)
+        _log.warning(
+            "%s goes on from version %d: a checkpoint of version %d and %d recorded batches",
+            context.node, self.version, state.version, self.version - state.version,
+        )  # fmt: skip
+
+    @property
+    def _oldest_needed(self) -> int:
+        """A deterministic run samples with versions as old as the bound; a new loop has none of them."""
+        behind = self._context.staleness if self._context.deterministic and self._context.announced < 0 else 0
+        return max(0, self.version - behind)
+
+    def wanted(self, version: int) -> bool:
+        """Whether this version is to be published once more."""
+        return version >= (self.version if self._context.announced == self.version else self._oldest_needed)
+
+    def metrics(self, version: int) -> dict[str, float]:
+        """What was said of the step that made a version; nothing of the first."""
+        return dict(self._steps[version].metrics) if version in self._steps else {}
+
+    def step(self) -> bool:
+        """Take the first step that `state` lacks once more; False if it lacks none. Raises RecoveryError."""
+        step = self._steps.get(self._state.version + 1)
+        if step is not None:
+            self._state.step(self._batch(step))
+        return step is not None
+
+    def check(self, weights: Weights) -> None:
+        """Warn and count if the newest version was published with other bits than these."""
+        if weights.version != self.version or self._record is None or weights.manifest is None:
+            return
+        known = [w.fingerprint for w in self._record.weights if w.version == self.version]
+        if known and known[-1] and known[-1] != weights.manifest.fingerprint:
+            self._context.count("recovered_to_other_bits", 1)
+            _log.warning(
+                "version %d has fingerprint %s, it had %s: this machine doesn't compute the same bits twice",
+                self.version, weights.manifest.fingerprint, known[-1],
+            )  # fmt: skip
+
+    def _batch(self, step: Trained) -> Batch:
+        if not self._context.record_url:
+            raise RecoveryError(
+                f"version {step.version} was made after the last checkpoint, and there is no record of it; "
+                "go on with --resume, which trains on its prompts again"
+            )
+        from arriero.engine.lineage.chain import ChainError
+        from arriero.engine.lineage.reader import Lineage
+
+        deadline = time.monotonic() + _LATE_S
+        while self._record is None or step.batch not in self._record.batches:
+            try:
+                self._record = Lineage(self._context.record_url)
+            except ChainError as error:
+                _log.warning("the record can't be read: %s", error)
+            if self._record is not None and step.batch in self._record.batches:
+                break
+            if time.monotonic() > deadline:
+                raise RecoveryError(f"batch {step.batch} of version {step.version} isn't on record")
+            time.sleep(_PAUSE_S)
+        return self._record.trained_batch(step)
+
+
+def _agreed(store: CheckpointStore, wanted: int, newest: int, ranks: Ranks) -> int | None:
+    """The newest checkpoint that is old enough, or else any up to `newest`, as the first rank finds it."""
+    from arriero.engine.weights.ranks import first_says
+
+    def look() -> bytes:
+        found = store.newest(at_most=wanted)
+        found = store.newest(at_most=newest) if found is None and wanted < newest else found
+        return b"" if found is None else str(found).encode()
+
+    said = first_says(ranks, look)
+    return int(said) if said else None
