@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -142,6 +142,15 @@ class Noting:
 
 PROMPTS, SHAKY, MOODY, NOTING = Prompts(), Shaky(), Moody(), Noting()
 
+Placed = Literal["apart", "scoring", "sampling", "training", "after"]
+_ROLES: dict[Placed, dict[str, str]] = {
+    "apart": {},
+    "scoring": {"reward": "scoring", "collect": "scoring"},
+    "sampling": {"generator": "sampling", "reward": "sampling"},
+    "training": {"collect": "training", "trainer": "training"},
+    "after": {"reward": "after", "collect": "after", "trainer": "after"},
+}
+
 
 def graph(
     *,
@@ -152,15 +161,20 @@ def graph(
     generator: Shaky = SHAKY,
     reward: Moody = MOODY,
     trainer: Noting = NOTING,
+    placed: Placed = "apart",
 ) -> GraphSpec:
-    """The graph of the module, checked."""
+    """The graph of the module, checked; `placed`: which nodes share a process."""
+    roles = _ROLES[placed]
+    rewards = generators if placed == "sampling" else 1
     g = Graph("shaky")
     weights = g.loop(Weights, staleness=staleness)
     asked = g.add(prompts, name="prompts")()
-    rollouts = g.add(generator, name="generator", replicas=generators)(asked, weights)
-    scored = g.add(reward, name="reward")(rollouts)
-    batches = g.add(ToyCollect(groups=groups), name="collect")(scored)
-    weights.close(g.add(trainer, name="trainer")(batches))
+    sampler = g.add(generator, name="generator", replicas=generators, role=roles.get("generator", ""))
+    scored = g.add(reward, name="reward", replicas=rewards, role=roles.get("reward", ""))(
+        sampler(asked, weights)
+    )
+    collect = g.add(ToyCollect(groups=groups), name="collect", role=roles.get("collect", ""))
+    weights.close(g.add(trainer, name="trainer", role=roles.get("trainer", ""))(collect(scored)))
     return g.check()
 
 

@@ -163,17 +163,17 @@ async def test_every_prompt_is_trained_or_dropped_once_over_any_number_of_segmen
 async def test_prompts_wait_for_nobody_when_the_backlog_has_no_room(engine: Engine) -> None:
     """Every replica goes on with what the edge refuses; nothing waits in a circle."""
     spec, opts = graph(Segmented(most=4, replicas=2)), options(engine.run)
-    owner = await declare_with(spec, engine, room=1)
+    owner = await declare_with(spec, opts, engine, room=1)
     async with asyncio.timeout(30):
         await asyncio.gather(*start(spec, opts, engine).values())
     assert check_books(await read(owner), engine.run, staleness=1, groups=4).trained == 32
 
 
-async def declare_with(spec: GraphSpec, engine: Engine, *, room: int) -> Broker:
+async def declare_with(spec: GraphSpec, opts: RunOptions, engine: Engine, *, room: int) -> Broker:
     """As `declare`, with room for so many continuations."""
     decls = [
         replace(e, capacity=Capacity(messages=room)) if e.name == "generator-backlog" else e
-        for e in edges(spec, options(engine.run))
+        for e in edges(spec, opts)
     ]
     return await engine.declare(*decls, logs=tuple(logs(spec)))
 
@@ -207,7 +207,7 @@ def test_replicas_may_leave_and_come_back_at_any_moment(
     async def played() -> None:
         engine = Engine("memory", run)
         opts = options(run, max_deliveries=20)
-        owner = await declare_with(spec, engine, room=room)
+        owner = await declare_with(spec, opts, engine, room=room)
         tasks = start(spec, opts, engine)
         for k, after_s in leaves:
             await asyncio.sleep(after_s)

@@ -114,7 +114,7 @@ async def test_how_a_run_ended_is_told_though_its_record_is_broken(tmp_path: Pat
     failures = list[Failure]()
     recording = Recording(spec, OPTIONS, run, fail=failures.append)
     reporter = Reporter(
-        spec, OPTIONS, run, vitals=Vitals(spec), display=Quiet(), fail=failures.append, recording=recording
+        spec, OPTIONS, run, vitals=Vitals(()), display=Quiet(), fail=failures.append, recording=recording
     )
     (run.lineage / "chain").rename(run.lineage / "chained")
     (run.lineage / "chain").write_text("no folder")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from typing import get_args
 
 import pytest
 import pytest_asyncio
@@ -17,6 +18,7 @@ from tests.runtime_runs import (
     SEEN,
     Moody,
     Noting,
+    Placed,
     Prompts,
     Shaky,
     check_books,
@@ -70,6 +72,7 @@ _random = given(
         Noting, steps=st.integers(1, 8), seconds=st.sampled_from([0.0, 0.004]), skip=st.sampled_from([0, 3])
     ),
     prompts=st.builds(Prompts, held_out=st.sampled_from([0, 2]), every=st.sampled_from([0, 2])),
+    placed=st.sampled_from(get_args(Placed)),
 )
 
 

@@ -131,6 +131,15 @@ class Producer(Protocol):
         """As `put`, but None where that would wait: then nothing is stored, and the `id` isn't known."""
         ...
 
+    @property
+    def durable(self) -> bool:
+        """Messages outlive this process; if not, what they were made from is acknowledged once `settled`."""
+        ...
+
+    async def settled(self, id: str) -> None:
+        """Returns when all groups have acknowledged message `id`. Only where messages aren't durable."""
+        ...
+
     async def end(self) -> None:
         """This replica sends nothing more; puts under way are waited for. Durable and idempotent.
 

@@ -246,6 +246,13 @@ class _Producer:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 1.5, longest_s)
 
+    @property
+    def durable(self) -> bool:
+        return self._inner.durable
+
+    async def settled(self, id: str) -> None:
+        await self._inner.settled(id)
+
     async def end(self) -> None:
         for done in tuple(self._under_way):
             await done.wait()

@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class MemoryProducer:
     """One replica's way into an edge."""
 
-    def __init__(self, edge: Callable[[], MemoryEdge], replica: int) -> None:
-        self._edge, self._replica = edge, replica
+    def __init__(self, edge: Callable[[], MemoryEdge], replica: int, *, durable: bool) -> None:
+        self._edge, self._replica, self.durable = edge, replica, durable
         self._under_way: set[asyncio.Future[bool]] = set()
 
     async def put(self, id: str, payload: bytes) -> bool:
@@ -43,6 +43,9 @@ class MemoryProducer:
         edge = self._edge()
         check_fits(edge.decl, id, payload)
         return edge.offer(id, payload)
+
+    async def settled(self, id: str) -> None:
+        await self._edge().left(id)
 
     async def end(self) -> None:
         edge = self._edge()
@@ -99,10 +102,10 @@ class _Store:
 
 
 class MemoryBroker:
-    """A connection; a new store unless it comes from `connect`."""
+    """A connection; a new store unless it comes from `connect`. `durable`: all roles of the run use it."""
 
-    def __init__(self, _store: _Store | None = None) -> None:
-        self._store = _store or _Store()
+    def __init__(self, _store: _Store | None = None, *, durable: bool = True) -> None:
+        self._store, self._durable = _store or _Store(), durable
         self.held: set[MemoryLease] = set()
         self._stop = threading.Event()
         self._pulse: threading.Thread | None = None
@@ -133,7 +136,7 @@ class MemoryBroker:
         return self._edge(name).decl
 
     def producer(self, edge: str, replica: int) -> MemoryProducer:
-        return MemoryProducer(lambda: self._edge(edge), replica)
+        return MemoryProducer(lambda: self._edge(edge), replica, durable=self._durable)
 
     def consumer(self, edge: str, group: str) -> MemoryConsumer:
         return MemoryConsumer(lambda: self._edge(edge), group, self)

@@ -180,6 +180,7 @@ class MemoryEdge:
         self.groups = {name: MemoryGroup(name, self) for name in decl.groups}
         self.known: set[str] = set()
         self.open: dict[str, int] = {}  # id -> groups that have yet to settle it
+        self._leaving: dict[str, asyncio.Future[None]] = {}
         self.bytes = 0
         self.ends: set[EndOfStream] = set()
         self.puts: deque[tuple[str, bytes, asyncio.Future[bool]]] = deque()  # those that wait for a place
@@ -223,4 +224,12 @@ class MemoryEdge:
         if not self.open[message.id]:
             del self.open[message.id]
             self.bytes -= len(message.payload)
+            if (leaving := self._leaving.pop(message.id, None)) is not None:
+                leaving.set_result(None)
             self.admit()
+
+    async def left(self, id: str) -> None:
+        """Until every group has settled message `id`."""
+        if id in self.open:
+            leaving = self._leaving.setdefault(id, asyncio.get_running_loop().create_future())
+            await asyncio.shield(leaving)

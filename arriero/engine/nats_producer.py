@@ -47,6 +47,11 @@ class NatsProducer:
         await self._check(id, payload)
         return await self._send(id, payload)
 
+    durable = True
+
+    async def settled(self, id: str) -> None:
+        raise BrokerError(f"edge {self._edge.name} is durable; what it holds needs no answer")
+
     async def _check(self, id: str, payload: bytes) -> None:
         decl = await self._edge.decl()
         check_fits(decl, id, payload)

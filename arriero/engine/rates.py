@@ -74,6 +74,20 @@ def capacities(spec: GraphSpec) -> dict[str, Capacity]:
     return {n.name: n.capacity or _default_capacity(spec, n, counts, admitted) for n in spec.nodes}
 
 
+def fusible(spec: GraphSpec) -> frozenset[str]:
+    """The nodes whose output need not leave the process: all who read it are in the same role.
+
+    A source's has to, for nobody could make its records again, and so has that of several ranks.
+    """
+    readers = _edges(spec).readers
+    return frozenset(
+        n.name
+        for n in spec.nodes
+        if not _is_source(n) and n.ranks == 1 and readers[n.name]
+        if all(reader.role == n.role for reader, _ in readers[n.name])
+    )
+
+
 def backlogs(spec: GraphSpec) -> dict[str, Capacity]:
     """Capacity of the edge that a node puts back on: what it wants, but no more than twice what loops admit.
 
@@ -227,7 +241,10 @@ def _default_capacity(
 
 
 class _Symbolic:
-    """Tokens on every port; a place on an edge is given back when all its ports have taken the token."""
+    """Tokens on every port; a place on an edge is given back when all its ports have taken the token.
+
+    Where a reader's own output stays in its process, the place is given back with that of the output.
+    """
 
     def __init__(self, spec: GraphSpec, capacity: Mapping[str, Capacity]) -> None:
         self.spec, self.capacity, self.windows = spec, capacity, windows(spec)
@@ -236,6 +253,12 @@ class _Symbolic:
         self.tokens = {(n.name, i.port): 0 for n in spec.nodes for i in n.inputs if not i.loop}
         self.nodes, readers = _edges(spec).nodes, _edges(spec).readers
         self.out = {name: [(c.name, i.port) for c, i in found] for name, found in readers.items()}
+        self.chained = {
+            (c.name, i.port): Fraction(i.consumes, c.produces)
+            for found in readers.values()
+            for c, i in found
+            if c.name in fusible(spec)
+        }
 
     def advance(self) -> bool:
         """Fire every node as often as it can now; false if none could."""
@@ -255,8 +278,14 @@ class _Symbolic:
         return self.held(name) + self.nodes[name].produces > self.capacity[name].messages
 
     def held(self, name: str) -> int:
-        """Records on the output of node `name` that not all of its readers have taken."""
-        return max((self.tokens[p] for p in self.out[name]), default=0)
+        """Records on the output of node `name` that not all of its readers have answered for."""
+        return max((self.tokens[p] + self._unanswered(p) for p in self.out[name]), default=0)
+
+    def _unanswered(self, port: tuple[str, str]) -> int:
+        """Records that were taken at `port`, while what was made of them is held in the same process."""
+        if (records := self.chained.get(port)) is None:
+            return 0
+        return math.ceil(records * self.held(port[0]))
 
     def _limits(self, node: NodeSpec) -> list[tuple[int, str]]:
         """How often `node` could fire in a row as far as each input, its output and each loop go."""

@@ -25,6 +25,7 @@ from arriero.engine.backlog import backlog_edge
 from arriero.engine.broker import Broker, BrokerError, EdgeDecl
 from arriero.engine.claim_stores import ClaimStore, FolderStore, UrlStore
 from arriero.engine.errors import UserError
+from arriero.engine.fused import fused_edges
 from arriero.engine.lineage.recorder import RECORD, recorded
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer, start_server
@@ -56,10 +57,12 @@ class HubAddress(Message):
 
 def edges(spec: GraphSpec, options: RunOptions) -> list[EdgeDecl]:
     """One edge per node that has consumers, with a group per port that reads it and one for the record; one
-    per backlog.
+    per backlog. Those that stay in a process aren't among them.
     """
+    inside = fused_edges(spec, options)
     readers = {n.name: tuple(f"{c.name}-{i.port}" for c, i in spec.consumers(n.name)) for n in spec.nodes}
-    between = [(name, spec.node(name), room) for name, room in capacities(spec).items() if readers[name]]
+    outside = [n for n in spec.nodes if readers[n.name] and n.name not in inside]
+    between = [(n.name, n, capacities(spec)[n.name]) for n in outside]
     own = [(backlog_edge(n.name), n, backlogs(spec)[backlog_edge(n.name)]) for n in spec.nodes if n.puts_back]
     taped = recorded(spec) if options.record else ()
     return [

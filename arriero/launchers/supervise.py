@@ -24,6 +24,7 @@ from arriero.engine.rates import backlogs, capacities
 from arriero.engine.runtime.journal import follow_control
 from arriero.launchers.burials import Burials
 from arriero.launchers.failures import Failure, exited, killed, node_failed, raised, silent
+from arriero.launchers.hub import edges
 from arriero.launchers.replicas import Replica
 from arriero.launchers.restarts import Restarts
 from arriero.launchers.vitals import Vitals, wait_graph
@@ -51,7 +52,7 @@ class Supervisor:
     ) -> None:
         self._spec, self._options = spec, options
         self._processes = {p.name: p for p in processes}
-        self.vitals = Vitals(spec)
+        self.vitals = Vitals([e.name for e in edges(spec, options)])
         self._failures: list[Failure] = []
         self._changed = asyncio.Event()
         self._ended: dict[tuple[str, int], dict[str, int]] = {}  # counters by node, replica

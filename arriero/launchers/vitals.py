@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arriero.engine.backlog import backlog_edge
 from arriero.engine.broker import Broker, Depth
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import NodeStatus, RoleStatus
@@ -22,12 +22,10 @@ class Pulse:
 
 
 class Vitals:
-    """State of the run at the last `poll`; pulses by "<role>-<replica>-<rank>", depths by edge."""
+    """State of the run at the last `poll`; pulses by "<role>-<replica>-<rank>", depths by edge of `edges`."""
 
-    def __init__(self, spec: GraphSpec) -> None:
-        self._spec = spec
-        self._edges = [n.name for n in spec.nodes if spec.consumers(n.name)]
-        self._edges += [backlog_edge(n.name) for n in spec.nodes if n.puts_back]
+    def __init__(self, edges: Sequence[str]) -> None:
+        self._edges = edges
         self.pulses: dict[str, Pulse] = {}
         self.depths: dict[str, Depth] = {}
 

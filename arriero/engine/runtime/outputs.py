@@ -1,9 +1,13 @@
-"""What a node gives: made durable on its edge and its loops, and only then its parents acknowledged."""
+"""What a node gives: sent to its edge and its loops, and once it is safe its parents are acknowledged.
+
+On a durable edge it is safe when it is there, on one in memory when all readers have answered for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from arriero.engine.broker import Broker, Lease, Producer
@@ -21,9 +25,9 @@ class Outbox:
     """Publishes in the background, so that a component doesn't wait for the engine's answers.
 
     An answer is one task: its events, its output, then the acknowledgements. Answers start in order and run
-    side by side, at most 16 outputs at a time (versions one at a time); a full edge therefore stops the
-    component soon. When all consumers have left (`consumers_left`) nobody will ever take another record, and
-    outputs are let go.
+    side by side, at most 16 outputs on their way at a time (versions one at a time); a full edge therefore
+    stops the component soon. When all consumers have left (`consumers_left`) nobody will ever take another
+    record, and outputs are let go.
 
     `failed` never has a result; it raises the first error of an answer.
     """
@@ -43,9 +47,10 @@ class Outbox:
         self._consumers_left, self._max_deliveries = consumers_left, max_deliveries
         self._most = 1 if loops else _AHEAD
         self._answers: dict[asyncio.Task[None], tuple[Lease, ...]] = {}
-        self._outputs: set[asyncio.Task[None]] = set()
+        self._sending: set[object] = set()  # one for each output that isn't on its edge and loops yet
         self._moved = asyncio.Event()
-        self._gone: asyncio.Task[bool] | None = None  # done when all consumers have left
+        self._scopes: set[asyncio.Timeout] = set()  # around the calls that end when all consumers have left
+        self._watcher: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def put(
@@ -55,15 +60,22 @@ class Outbox:
         *,
         first: Event | None = None,
         beside: Event | None = None,
-    ) -> None:
+        siblings: Sequence[asyncio.Task[None]] = (),
+    ) -> asyncio.Task[None]:
         """Hand over a stamped record and the leases that its publication acknowledges; waits for room.
 
         The event `first` is durable before the record is sent; `beside` is recorded at the same time.
+        `siblings` are the answers to the same leases that were handed over before. Returns the answer.
         """
-        while len(self._outputs) >= self._most:
+        while len(self._sending) >= self._most:
             await self._wait("room on its own edge")
         self._check()
-        self._outputs.add(self._start(self._publish(record, leases, first, beside), leases))
+        sending = object()
+        self._sending.add(sending)
+        work = self._publish(record, first, beside, partial(self._sending.discard, sending))
+        answer = self._start(self._acknowledged(work, leases, siblings), leases)
+        answer.add_done_callback(lambda _: self._sending.discard(sending))
+        return answer
 
     def settle(self, events: tuple[Event, ...], leases: tuple[Lease, ...]) -> None:
         """Record `events`, then acknowledge `leases`."""
@@ -72,6 +84,12 @@ class Outbox:
     def acknowledge_again(self, lease: Lease) -> None:
         """Acknowledge a second delivery, when the answer to the first is durable."""
         self._start(self._after(tuple(self._answers), lease), (lease,))
+
+    async def sent(self) -> None:
+        """Wait until every output is where its readers find it. Raises the first error."""
+        while self._sending:
+            await self._wait("its last outputs to be sent")
+        self._check()
 
     async def flush(self) -> None:
         """Wait until everything handed over is durable and acknowledged. Raises the first error."""
@@ -87,8 +105,8 @@ class Outbox:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(give_back(lease, self._max_deliveries) for lease in broken_off))
-        if self._gone is not None:
-            self._gone.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         if not self.failed.done():
             self.failed.cancel()
 
@@ -108,7 +126,6 @@ class Outbox:
         return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._outputs.discard(task)
         if not task.cancelled():
             if (error := task.exception()) is None:
                 del self._answers[task]
@@ -117,8 +134,20 @@ class Outbox:
                 self.failed.exception()  # seen: whoever runs the node raises it
         self._moved.set()
 
+    async def _acknowledged(
+        self,
+        work: Coroutine[Any, Any, None],
+        leases: tuple[Lease, ...],
+        siblings: Sequence[asyncio.Task[None]],
+    ) -> None:
+        await work
+        if siblings:
+            await asyncio.wait(siblings)
+            self._check()
+        await together(*(lease.ack() for lease in leases))
+
     async def _publish(
-        self, record: Record, leases: tuple[Lease, ...], first: Event | None, beside: Event | None
+        self, record: Record, first: Event | None, beside: Event | None, sent: Callable[[], None]
     ) -> None:
         payload = encode(record)
         if first is not None:
@@ -127,10 +156,14 @@ class Outbox:
         if beside is not None:  # first: the gate waits for it
             sends.append(journal(self._broker, beside))
         sends += [self._broker.append(log, record.id, payload) for log in self._logs]
-        if self._producer is not None and self._consumers_left is not None:
-            sends.append(self._put_unless_left(self._producer, self._consumers_left, record.id, payload))
+        producer, left = self._producer, self._consumers_left
+        if producer is not None and left is not None:
+            sends.append(self._unless(left, producer.put(record.id, payload)))
         await together(*sends)
-        await together(*(lease.ack() for lease in leases))
+        sent()
+        self._moved.set()
+        if producer is not None and left is not None and not producer.durable:
+            await self._unless(left, producer.settled(record.id))
 
     async def _settle(self, events: tuple[Event, ...], leases: tuple[Lease, ...]) -> None:
         await together(*(journal(self._broker, event) for event in events))
@@ -142,21 +175,24 @@ class Outbox:
         self._check()
         await lease.ack()
 
-    async def _put_unless_left(
-        self, producer: Producer, left: asyncio.Event, key: str, payload: bytes
-    ) -> None:
-        if left.is_set():
-            return
-        gone = self._gone = self._gone or asyncio.create_task(left.wait())  # one for all puts
-        put = asyncio.ensure_future(producer.put(key, payload))
+    async def _unless(self, left: asyncio.Event, call: Coroutine[Any, Any, object]) -> None:
+        """The call of a producer, broken off as soon as all consumers have `left`."""
+        self._watcher = self._watcher or asyncio.create_task(self._end_scopes(left))
+        scope = asyncio.timeout(0.0 if left.is_set() else None)
         try:
-            await asyncio.wait({put, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if put.done():
-                put.result()
+            async with scope:
+                self._scopes.add(scope)
+                await call
+        except TimeoutError:
+            if not scope.expired():  # the call's own
+                raise
         finally:
-            if not put.done():
-                put.cancel()
-                await asyncio.gather(put, return_exceptions=True)
+            self._scopes.discard(scope)
+
+    async def _end_scopes(self, left: asyncio.Event) -> None:
+        await left.wait()
+        for scope in self._scopes:
+            scope.reschedule(0.0)
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> None:
