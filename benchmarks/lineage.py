@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,9 +32,9 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
 from arriero.engine.graph import Graph, PerRecord
+from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Questions
 from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.tables import sql
 from arriero.engine.lineage.writer import Item, LineageWriter, Seen
 from arriero.engine.stream import Stream
 from arriero.schemas.ledger import Admitted, Trained
@@ -221,21 +222,21 @@ def queries(rollouts: int) -> None:
     folder = Path(tempfile.gettempdir()) / f"arriero-benchmark-lineage-{rollouts}"
     if not (folder / "chain").exists():
         print(f"write {rollouts} rollouts to {folder}: {_seconds(lambda: written(folder, rollouts)):.1f} s")
+    shutil.rmtree(folder / "index", ignore_errors=True)
     kept: list[Any] = []
-    print(f"read the record: {_seconds(lambda: kept.append(Lineage(str(folder)))):.1f} s")
-    record: Lineage = kept[0]
-    print(f"connect it: {_seconds(lambda: kept.append(Questions(record))):.2f} s")
-    ask: Questions = kept[1]
-    last = record.steps[-1].version
+    print(f"the first question, which makes the index: {_seconds(lambda: Index(str(folder))):.1f} s")
+    print(f"open the record with its index: {_seconds(lambda: kept.append(Index(str(folder)))):.2f} s")
+    index: Index = kept[0]
+    ask = Questions(index)
+    last = index.overview.versions[-1]
     for name, question in {
         "--step": lambda: ask.step(last // 2),
         "--rollout": lambda: ask.rollout("e0-r77>g/3"),
         "--prompt": lambda: ask.prompt("e0-r77"),
         "--row (all epochs)": lambda: ask.row(77),
         "--weights": lambda: ask.weights(str(last)),
-        "the batch of a step": lambda: record.batch(f"b-{last // 2}"),
-        "SQL over rollouts": lambda: sql(
-            record, "select row, avg(reward) from rollouts group by row order by 2"
+        "SQL over rollouts": lambda: index.sql(
+            "select row, avg(reward) from rollouts group by row order by 2"
         ),
     }.items():
         print(f"{name}: {_seconds(question):.3f} s")

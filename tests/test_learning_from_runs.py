@@ -12,6 +12,7 @@ import torch
 from arriero.components.recorded import RecordedRollouts
 from arriero.components.selection import BestResponses, RankedPairs
 from arriero.engine.errors import UserError
+from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Questions
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.audit import audited
@@ -53,7 +54,7 @@ def test_what_learns_from_a_run_names_the_rollouts_it_was_made_from(
     then, now = Lineage(str(source.path)), Lineage(str(tmp_path / "new"))
     assert then.opened is not None
     for version in (1, 2):
-        answer = Questions(now).step(version)
+        answer = Questions(Index(now.url)).step(version)
         assert answer.rollouts
         assert answer.prompts
         for row in answer.rollouts:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Questions
 from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.tables import NAMES, sql, table
+from arriero.engine.lineage.tables import NAMES, table
 from arriero.launchers.cli import main
 from arriero.launchers.inputs import input_files, package_sha256
 from arriero.launchers.rundir import RunDir
@@ -25,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture(scope="module")
 def ask(run: RunDir) -> Questions:
-    return Questions(Lineage(str(run.path)))
+    return Questions(Index(str(run.path)))
 
 
 def test_a_step_names_what_it_was_made_from(ask: Questions) -> None:
@@ -96,15 +98,48 @@ def test_the_command_shows_tables_json_and_pictures(
 
 
 def test_sql_and_arrow_give_the_same_rows(run: RunDir) -> None:
-    record = Lineage(str(run.path))
+    record, index = Lineage(str(run.path)), Index(str(run.path))
     for name in NAMES:
         rows = table(record, name)
-        (found,) = sql(record, f"select count(*) as n from {name}").to_pylist()
+        (found,) = index.sql(f"select count(*) as n from {name}").to_pylist()
         assert found["n"] == rows.num_rows > 0
+        assert index.table(name) == rows
     joined = (
         "select version, avg(r.reward) from samples s join rollouts r on rollout = r.id group by 1 order by 1"
     )
-    assert [row["version"] for row in sql(record, joined).to_pylist()] == [1, 2, 3, 4]
+    assert [row["version"] for row in index.sql(joined).to_pylist()] == [1, 2, 3, 4]
+
+
+def test_an_index_is_used_while_it_is_that_of_the_record_and_made_anew_else(
+    run: RunDir, tmp_path: Path
+) -> None:
+    shutil.copytree(run.path, tmp_path / "run")
+    folder = tmp_path / "run" / "lineage" / "index"
+    shutil.rmtree(folder, ignore_errors=True)
+
+    def asked() -> int:
+        """When the index was made that answers."""
+        assert len(Questions(Index(str(tmp_path / "run"))).step(2).rollouts) == 12
+        return (folder / "index.json").stat().st_mtime_ns
+
+    first = asked()
+    assert asked() == first
+    rollouts = folder / "rollouts.parquet"
+    rollouts.write_bytes(rollouts.read_bytes()[:-1] + b"x")  # damaged
+    second = asked()
+    (folder / "steps.parquet").unlink()
+    third = asked()
+    assert main(["lineage", "redact", str(tmp_path / "run"), "--row", "3"]) == 0  # the chain has grown
+    fourth = asked()
+    assert first < second < third < fourth == asked()
+
+
+def test_a_record_that_cannot_be_written_to_is_asked_all_the_same(run: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "run")
+    index = tmp_path / "run" / "lineage" / "index"
+    shutil.rmtree(index, ignore_errors=True)
+    index.write_text("in the way")
+    assert len(Questions(Index(str(tmp_path / "run"))).step(2).rollouts) == 12
 
 
 # --- runs -------------------------------------------------------------------------------------------------

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
 from arriero.engine.errors import UserError
 from arriero.engine.lineage.chain import ChainError
+from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Answer, PromptRow, Questions, RolloutRow, StepRow
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.redacting import redacting
@@ -26,7 +28,7 @@ usage: arriero lineage RUN [QUESTION] [--json] [--picture FILE.mmd|FILE.svg] [--
   --rollout ID           the steps that a rollout (GROUP/NUMBER) or a group went into
   --prompt ID            what became of a prompt;  --row N  of a row of the data, in all epochs
   --weights FINGERPRINT  the step that made these weights (or its first six digits, or the version)
-  --sql QUERY            over the tables steps, rollouts, samples, prompts, weights (needs arriero[lineage])
+  --sql QUERY            over the tables steps, rollouts, samples, prompts, weights
 
 RUN is a run directory or the URL of a record. Without a question: what the record holds."""
 
@@ -41,15 +43,15 @@ def lineage(args: Sequence[str], show: Callable[[str], int]) -> int:
     if args[0] == "redact":
         return redacting(args[1:], show)
     place, given = args[0], _options(args[1:])
-    record = opened(place)
+    index = indexed(place)
     asked = [name for name in _QUESTIONS if name in given]
     if len(asked) > 1:
         raise UserError(f"one question at a time, not --{' and --'.join(asked)}")
     if not asked:
-        return show(_overview(record, ancestors(place)))
+        return show(_overview(index, ancestors(place)))
     if asked == ["sql"]:
-        return show(_sql(record, given["sql"], as_json="json" in given))
-    answer = _ask(Questions(record), asked[0], given[asked[0]])
+        return show(_sql(index, given["sql"], as_json="json" in given))
+    answer = _ask(Questions(index), asked[0], given[asked[0]])
     if "picture" in given:
         _write_picture(answer, Path(given["picture"]))
     if "json" in given:
@@ -59,8 +61,20 @@ def lineage(args: Sequence[str], show: Callable[[str], int]) -> int:
 
 def opened(place: str) -> Lineage:
     """The record of a run. Raises UserError if there is none or it can't be read."""
-    try:
+    with _reading(place):
         return Lineage(place)
+
+
+def indexed(place: str) -> Index:
+    """The index of the record of a run, made if need be. Raises UserError as `opened`."""
+    with _reading(place):
+        return Index(place)
+
+
+@contextmanager
+def _reading(place: str) -> Generator[None]:
+    try:
+        yield
     except (ChainError, OSError, ValueError) as error:
         raise UserError(f"{place}: {error}") from error
 
@@ -108,29 +122,26 @@ def ancestors(place: str) -> tuple[Ancestor, ...]:
     return run.read_manifest().ancestors if run.manifest.exists() else ()
 
 
-def _overview(record: Lineage, made_from: Sequence[Ancestor]) -> str:
-    closed = (
-        f"closed, {record.closed.state}" if record.closed else "not closed: the run goes on, or was killed"
-    )
-    steps, rollouts = record.steps, sum(len(g.lengths) for g in record.groups.values())
+def _overview(index: Index, made_from: Sequence[Ancestor]) -> str:
+    about = index.overview
+    closed = f"closed, {about.state}" if about.state else "not closed: the run goes on, or was killed"
+    versions = f", versions {about.versions[0]} to {about.versions[-1]}" if about.versions else ""
+    redacted = f", {about.redacted} redacted" if about.redacted else ""
     return "\n".join(
         [
-            f"record {record.url}: {closed}",
-            f"  chain     {record.anchor.entries} entries, head {record.anchor.head}",
-            f"  steps     {len(steps)}"
-            + (f", versions {steps[0].version} to {steps[-1].version}" if steps else ""),
-            f"  rollouts  {rollouts} in {len(record.groups)} groups",
-            f"  prompts   {len(record.admitted)} admitted, {len(record.dropped)} drops",
-            f"  held out  {len(record.evaluated)} evaluated",
+            f"record {index.url}: {closed}",
+            f"  chain     {about.anchor.entries} entries, head {about.anchor.head}",
+            f"  steps     {about.steps}{versions}",
+            f"  rollouts  {about.rollouts} in {about.groups} groups{redacted}",
+            f"  prompts   {about.admitted} admitted, {about.dropped} drops",
+            f"  held out  {about.evaluated} evaluated",
             *(f"  made from {a.took} of {a.run_id} in {a.run_dir} ({a.option})" for a in made_from),
         ]
     )
 
 
-def _sql(record: Lineage, query: str, *, as_json: bool) -> str:
-    from arriero.engine.lineage.tables import sql
-
-    found = sql(record, query)
+def _sql(index: Index, query: str, *, as_json: bool) -> str:
+    found = index.sql(query)
     if as_json:
         return json.dumps(found.to_pylist(), indent=2, default=str)
     rows = [[str(v) for v in row.values()] for row in found.to_pylist()]

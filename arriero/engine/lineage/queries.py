@@ -5,14 +5,12 @@ prompt -> rollouts -> step -> weights -> (the rollouts that they sampled)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from arriero.engine.errors import UserError
-from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.tables import origins_of, rollout_id
-from arriero.schemas.ledger import Admitted, DroppedEvent, Trained
-from arriero.schemas.lineage import GroupEntry, WeightsEntry
+from arriero.engine.lineage.index import Index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,149 +70,150 @@ class Answer:
 
 
 class Questions:
-    """The record with its connections looked up once."""
+    """What can be asked of a record; each answer is a few queries over its index."""
 
-    def __init__(self, lineage: Lineage) -> None:
-        self._lineage = lineage
-        self._steps = {s.version: s for s in reversed(lineage.steps)}
-        self._of_batch = {s.batch: s for s in lineage.steps}
-        self._trained: dict[str, list[tuple[int, int]]] = {}  # scored group -> (version, rollout)
-        for b in lineage.batches.values():
-            if (step := self._of_batch.get(b.id)) is not None:
-                for g, r in zip(b.group, b.rollout, strict=True):
-                    self._trained.setdefault(b.groups[g], []).append((step.version, r))
-        self._weights = {w.version: w for w in lineage.weights}
-        self._admitted = {a.origin: a for a in lineage.admitted}
-        self._dropped = {k: d for d in lineage.dropped for k in d.origins}
-        self._by_prompt: dict[str, list[str]] = {}
-        for name, group in lineage.groups.items():
-            self._by_prompt.setdefault(group.prompt.id, []).append(name)
+    def __init__(self, index: Index) -> None:
+        self._index = index
 
     def step(self, version: int) -> Answer:
         """What version `version` was made from. Raises UserError if it wasn't made; so do the others."""
-        if (step := self._steps.get(version)) is None:
-            known = f"there are {min(self._steps)} to {max(self._steps)}" if self._steps else "there is none"
-            raise UserError(f"no step {version} is recorded; {known}")
-        entry = self._lineage.batches.get(step.batch)
-        names = entry.groups if entry is not None else ()
-        return self._around(f"step {version}", [step], names, origins=step.origins, only=version)
+        if not self._index.rows("select 1 from steps where version = ?", [version]):
+            known = self._index.overview.versions
+            told = f"there are {known[0]} to {known[-1]}" if known else "there is none"
+            raise UserError(f"no step {version} is recorded; {told}")
+        ids = self._index.rows(
+            "select rollout, origin from samples where version = ? order by batch, number", [version]
+        )
+        rollouts = self._rollouts("id", [r["rollout"] for r in ids if r["rollout"]])
+        origins = sorted({r["origin"] for r in ids})
+        return self._answer(f"step {version}", [version], rollouts, origins)
 
     def rollout(self, name: str) -> Answer:
         """The steps that a rollout (`group/number`), or all rollouts of a group, went into."""
-        group, slash, number = name.rpartition("/")
-        wanted = group if slash and number.isdigit() else name
-        found = [k for k, g in self._lineage.groups.items() if wanted in (k, g.id)]
+        found = self._rollouts("id", [name]) or [
+            r for column in ("group", "scored") for r in self._rollouts(column, [name])
+        ]
         if not found:
+            group, _, number = name.rpartition("/")
+            if group and self._rollouts("group", [group]):
+                raise UserError(f"group {group} has no rollout {number}")
             raise UserError(
                 f"no rollout or group {name!r} is recorded; `--sql 'select id from rollouts'` lists them"
             )
-        answer = self._around(f"rollout {name}", self._steps_of(found), found)
-        if wanted != name:
-            answer.rollouts = [
-                r for r in answer.rollouts if r.id == f"{self._lineage.groups[found[0]].id}/{number}"
-            ]
-            if not answer.rollouts:
-                raise UserError(f"group {wanted} has no rollout {number}")
-            kept = {v for r in answer.rollouts for v in r.steps}
-            answer.steps = [s for s in answer.steps if s.version in kept]
-        return answer
+        return self._around(f"rollout {name}", found)
 
     def prompt(self, name: str) -> Answer:
         """What an admitted prompt went into: its rollouts and their steps."""
-        return self._of_prompts(f"prompt {name}", lambda a: a.id == name)
+        return self._of_prompts(f"prompt {name}", "id = ?", name)
 
     def row(self, number: int) -> Answer:
         """The same for a row of the training data, in all epochs."""
-        return self._of_prompts(f"row {number}", lambda a: a.row == number and a.split == "train")
+        return self._of_prompts(f"row {number}", "row = ? and split = 'train'", number)
 
     def weights(self, name: str) -> Answer:
         """The step that made a version, told by its fingerprint (or the beginning of it) or its number."""
-        found = [
-            w
-            for w in self._lineage.weights
-            if name == str(w.version) or (len(name) >= 6 and w.fingerprint.startswith(name))
-        ]
+        least = name if len(name) >= 6 else "-"
+        found = self._index.rows(
+            "select version, fingerprint, id from weights where cast(version as varchar) = ? "
+            "or starts_with(fingerprint, ?) order by version",
+            [name, least],
+        )
         if not found:
             raise UserError(
                 f"no version {name!r} is recorded; see --sql 'select version, fingerprint from weights'"
             )
-        if not found[0].version:
-            return Answer(about=f"version 0 ({_told(found[0])}): what the run began with")
-        answer = self.step(found[0].version)
-        answer.about = f"version {found[0].version} ({_told(found[0])}), made by step {found[0].version}"
+        version, told = found[0]["version"], found[0]["fingerprint"] or found[0]["id"]
+        if not version:
+            return Answer(about=f"version 0 ({told}): what the run began with")
+        answer = self.step(version)
+        answer.about = f"version {version} ({told}), made by step {version}"
         return answer
 
     # --- rows ---------------------------------------------------------------------------------------------
 
-    def _of_prompts(self, about: str, wanted: Callable[[Admitted], bool]) -> Answer:
-        admitted = [a for a in self._lineage.admitted if wanted(a)]
-        if not admitted:
+    def _of_prompts(self, about: str, where: str, value: object) -> Answer:
+        origins = [
+            r["origin"]
+            for r in self._index.rows(f"select origin from prompts where {where} order by origin", [value])
+        ]
+        if not origins:
             raise UserError(f"no {about} was admitted; `--sql 'select id, row from prompts'` lists them")
-        names = [n for a in admitted for n in self._by_prompt.get(a.id, ())]
-        return self._around(about, self._steps_of(names), names, origins=[a.origin for a in admitted])
+        return self._around(about, self._rollouts("origin", origins), origins)
 
-    def _steps_of(self, groups: Iterable[str]) -> list[Trained]:
-        versions = sorted({v for name in groups for v, _ in self._trained.get(name, ())})
-        return [self._steps[v] for v in versions]
-
-    def _around(
-        self,
-        about: str,
-        steps: Iterable[Trained],
-        groups: Iterable[str],
-        *,
-        origins: Iterable[int] | None = None,
-        only: int | None = None,
-    ) -> Answer:
-        known = [self._lineage.groups[n] for n in groups if n in self._lineage.groups]
+    def _around(self, about: str, rollouts: list[RolloutRow], origins: Sequence[int] | None = None) -> Answer:
+        """The answer about `rollouts`: the steps that they went into, and their prompts, or those given."""
         if origins is None:
-            origins = [k for g in known for k in origins_of(g)]
-        rows = [row for g in known for row in self._rollout_rows(g)]
+            ids = [r.id for r in rollouts]
+            known = self._index.rows(
+                "select distinct origin from rollouts where id in (select unnest(?))", [ids]
+            )
+            origins = sorted(r["origin"] for r in known if r["origin"] is not None)
+        versions = sorted({v for r in rollouts for v in r.steps})
+        return self._answer(about, versions, rollouts, origins)
+
+    def _answer(
+        self, about: str, versions: Sequence[int], rollouts: list[RolloutRow], origins: Sequence[int]
+    ) -> Answer:
         return Answer(
-            about=about,
-            steps=[self._step_row(s) for s in steps],
-            rollouts=[r for r in rows if only is None or only in r.steps],
-            prompts=[
-                self._prompt_row(self._admitted[k]) for k in dict.fromkeys(origins) if k in self._admitted
-            ],
+            about=about, steps=self._steps(versions), rollouts=rollouts, prompts=self._prompts(origins)
         )
 
-    def _step_row(self, s: Trained) -> StepRow:
-        return StepRow(
-            version=s.version, node=s.node, batch=s.batch, before=_told(self._weights.get(s.version - 1)),
-            after=_told(self._weights.get(s.version)), loss=s.metrics.get("loss"),
-            grad_norm=s.metrics.get("grad_norm"), reward=s.reward_mean, staleness_max=s.staleness_max,
-            tokens=s.tokens,
-        )  # fmt: skip
+    def _steps(self, versions: Sequence[int]) -> list[StepRow]:
+        rows = self._index.rows(_STEPS, [list(versions)])
+        return [StepRow(**row) for row in rows]
 
-    def _rollout_rows(self, g: GroupEntry) -> list[RolloutRow]:
-        s = g.scores
-        trained = self._trained.get(s.id if s else g.id, ())
+    def _rollouts(self, column: str, values: Sequence[object]) -> list[RolloutRow]:
+        """The rollouts with these values in `column`, in the order of the values, then of their numbers."""
+        rows = self._index.rows(_ROLLOUTS.format(column=column), [list(values)])
         return [
             RolloutRow(
-                id=rollout_id(g, k), prompt=g.prompt.id, row=g.prompt.row, tokens=g.sampled[k],
-                reward=s.values[k] if s else None, outcome=s.outcomes[k].value if s else "",
-                reward_version=s.reward_version if s else "", versions=(g.oldest[k], g.newest[k]),
-                steps=tuple(v for v, r in trained if r == k),
-                recorded=f"{g.recorded}/{k}" if g.recorded else "",
+                id=r["id"], prompt=r["prompt"], row=r["row"], reward=r["reward"], outcome=r["outcome"] or "",
+                reward_version=r["reward_version"], tokens=r["sampled"], versions=(r["oldest"], r["newest"]),
+                steps=tuple(r["steps"] or ()), recorded=r["recorded"],
             )
-            for k in range(len(g.lengths))
+            for r in rows
         ]  # fmt: skip
 
-    def _prompt_row(self, a: Admitted) -> PromptRow:
-        drop: DroppedEvent | None = self._dropped.get(a.origin)
-        trained = sorted({v for n in self._by_prompt.get(a.id, ()) for v, _ in self._trained.get(n, ())})
-        became = (
-            f"trained in {', '.join(map(str, trained))}"
-            if trained
-            else "evaluated"
-            if a.split == "eval"
-            else ""
-        )
-        if drop is not None:
-            became = f"dropped by {drop.node}: {drop.reason} {drop.detail}".rstrip()
-        return PromptRow(id=a.id, row=a.row, epoch=a.epoch, split=a.split, became=became or "under way")
+    def _prompts(self, origins: Sequence[int]) -> list[PromptRow]:
+        rows = self._index.rows(_PROMPTS, [list(origins), list(origins)])
+        return [
+            PromptRow(id=r["id"], row=r["row"], epoch=r["epoch"], split=r["split"], became=_became(r))
+            for r in rows
+        ]
 
 
-def _told(weights: WeightsEntry | None) -> str:
-    return weights.fingerprint or weights.id if weights is not None else ""
+_STEPS = """
+select s.version, s.node, s.batch, coalesce(nullif(b.fingerprint, ''), b.id, '') as before,
+       coalesce(nullif(a.fingerprint, ''), a.id, '') as after, s.loss, s.grad_norm, s.reward_mean as reward,
+       s.staleness_max, s.tokens
+from steps s left join weights b on b.version = s.version - 1 left join weights a on a.version = s.version
+where s.version in (select unnest(?)) order by s.version"""
+
+_ROLLOUTS = """
+with wanted as (
+    select r.*, w.place from rollouts r
+    join (select unnest(v) as value, generate_subscripts(v, 1) as place from (select ? as v)) w
+    on r."{column}" = w.value
+), trained as (
+    select rollout, list(distinct version order by version) as steps from samples
+    where version is not null and rollout in (select id from wanted) group by rollout
+)
+select wanted.*, trained.steps from wanted left join trained on trained.rollout = wanted.id
+order by place, wanted."group", number"""
+
+_PROMPTS = """
+with trained as (
+    select origin, list(distinct version order by version) as versions from samples
+    where version is not null and origin in (select unnest(?)) group by origin
+)
+select p.*, trained.versions from prompts p left join trained on trained.origin = p.origin
+where p.origin in (select unnest(?)) order by p.origin"""
+
+
+def _became(row: Mapping[str, Any]) -> str:
+    """What became of a prompt, in words."""
+    if row["dropped"]:
+        return f"dropped by {row['dropped_by']}: {row['dropped']} {row['detail']}".rstrip()
+    if row["versions"]:
+        return f"trained in {', '.join(map(str, row['versions']))}"
+    return "evaluated" if row["split"] == "eval" else "under way"

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from arriero.engine.errors import UserError
 from arriero.engine.lineage.reader import Lineage
 from arriero.schemas.lineage import GroupEntry
 
@@ -41,25 +39,6 @@ def table(lineage: Lineage, name: str) -> pa.Table:
     return pa.Table.from_arrays(arrays, names=list(columns))
 
 
-def sql(lineage: Lineage, query: str) -> pa.Table:
-    """The result of a query over the tables. Raises UserError without DuckDB, and for a query that fails."""
-    try:
-        duckdb: Any = import_module("duckdb")
-    except ImportError as error:
-        raise UserError("SQL needs DuckDB: pip install 'arriero[lineage]'") from error
-    with duckdb.connect() as connection:
-        for name in NAMES:
-            if name in query:
-                connection.register(name, table(lineage, name))
-        try:
-            if (relation := connection.sql(query)) is None:
-                raise UserError(f"{query!r} has no result; ask with select")
-            found: pa.Table = relation.to_arrow_table()
-        except duckdb.Error as error:
-            raise UserError(f"{error}; the tables are {', '.join(NAMES)}") from error
-        return found
-
-
 def _steps(lineage: Lineage) -> Rows:
     for s in lineage.steps:
         yield (
@@ -80,14 +59,14 @@ def origins_of(group: GroupEntry) -> tuple[int, ...]:
 
 def _rollouts(lineage: Lineage) -> Rows:
     for g in lineage.groups.values():
-        s, start = g.scores, g.arrays.start
+        s, start, origin = g.scores, g.arrays.start, next(iter(origins_of(g)), None)
         for k, length in enumerate(g.lengths):
             yield (
-                rollout_id(g, k), g.id, s.id if s else "", g.prompt.id, g.prompt.row, g.prompt.epoch,
+                rollout_id(g, k), g.id, k, s.id if s else "", g.prompt.id, g.prompt.row, g.prompt.epoch,
                 g.prompt.split, s.values[k] if s else None, s.outcomes[k].value if s else None,
                 s.reward_version if s else "", length, g.sampled[k], g.oldest[k], g.newest[k], g.finishes[k],
                 g.temperatures[k], g.seeds[k], g.arrays.part, start,
-                f"{g.recorded}/{k}" if g.recorded else "",
+                f"{g.recorded}/{k}" if g.recorded else "", origin,
             )  # fmt: skip
             start += length
 
@@ -98,16 +77,17 @@ def _samples(lineage: Lineage) -> Rows:
         ids = [lineage.groups[g].id if g in lineage.groups else "" for g in b.groups]
         for k, (g, r) in enumerate(zip(b.group, b.rollout, strict=True)):
             rollout = f"{ids[g]}/{r}" if r >= 0 else ""
-            yield steps.get(b.id), b.id, b.groups[g], rollout, b.rewards[k], b.origin[k], b.lengths[k]
+            yield steps.get(b.id), b.id, k, b.groups[g], rollout, b.rewards[k], b.origin[k], b.lengths[k]
 
 
 def _prompts(lineage: Lineage) -> Rows:
     trained = {k: s.version for s in reversed(lineage.steps) for k in s.origins}
-    dropped = {k: d.reason for d in lineage.dropped for k in d.origins}
+    dropped = {k: d for d in lineage.dropped for k in d.origins}
     for a in lineage.admitted:
+        drop = dropped.get(a.origin)
         yield (
             a.id, a.origin, a.split, a.epoch, a.row, a.min_version, trained.get(a.origin),
-            dropped.get(a.origin),
+            drop and drop.reason, drop and drop.node, drop and drop.detail,
         )  # fmt: skip
 
 
@@ -127,17 +107,18 @@ _TABLES: dict[str, tuple[dict[str, str], Callable[[Lineage], Rows]]] = {
     ),
     "rollouts": (
         {
-            "id": "string", "group": "string", "scored": "string", "prompt": "string", "row": "int64",
+            "id": "string", "group": "string", "number": "int64", "scored": "string", "prompt": "string",
+            "row": "int64",
             "epoch": "int64", "split": "string", "reward": "double", "outcome": "string",
             "reward_version": "string", "length": "int64", "sampled": "int64", "oldest": "int64",
             "newest": "int64", "finish": "string", "temperature": "double", "seed": "int64", "part": "int64",
-            "start": "int64", "recorded": "string",
+            "start": "int64", "recorded": "string", "origin": "int64",
         },
         _rollouts,
     ),
     "samples": (
         {
-            "version": "int64", "batch": "string", "scored": "string", "rollout": "string",
+            "version": "int64", "batch": "string", "number": "int64", "scored": "string", "rollout": "string",
             "reward": "double", "origin": "int64", "length": "int64",
         },
         _samples,
@@ -145,7 +126,8 @@ _TABLES: dict[str, tuple[dict[str, str], Callable[[Lineage], Rows]]] = {
     "prompts": (
         {
             "id": "string", "origin": "int64", "split": "string", "epoch": "int64", "row": "int64",
-            "min_version": "int64", "trained_in": "int64", "dropped": "string",
+            "min_version": "int64", "trained_in": "int64", "dropped": "string", "dropped_by": "string",
+            "detail": "string",
         },
         _prompts,
     ),
