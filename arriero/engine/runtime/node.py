@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
@@ -70,7 +69,7 @@ class NodeRunner:
         self._edges: dict[str, EdgeSource[Any]] = {}
         self._loop_inputs: list[LoopSource] = []
         self._handover: Handover | None = None
-        self._children: Counter[tuple[str, ...]] = Counter()
+        self._children: dict[tuple[str, ...], list[asyncio.Task[None]]] = {}
         self._version = 0  # the last that this node has made
         window = guarded(spec, name)
         self._ahead = Ahead(window.producer) if window and window.producer != name else None
@@ -171,13 +170,14 @@ class NodeRunner:
             await self._drive(streams)
         except SystemExit as error:  # would end the process in the middle of everything, perhaps with code 0
             raise RuntimeError(f"{self.node.name} called sys.exit({error.code!r}); raise an error") from error
-        await self.outbox.flush()
+        await self.outbox.sent()
         self._nothing_swallowed()
-        if self._handover is not None:
-            await self._handover.end()
         if self._has_consumers and self.world.rank == 0:
             end = self.broker.producer(self.node.name, self.context.replica).end()
             await self.clock.wait(end, "the end of its edge to be durable")
+        await self.outbox.flush()  # after the end: a reader that gathers records answers no sooner
+        if self._handover is not None:
+            await self._handover.end()
 
     async def _drive(self, streams: dict[str, Any]) -> None:
         component: object = self.node.component
@@ -226,7 +226,7 @@ class NodeRunner:
             check_place(output, parents, self.node.name, version=self._version)
         records = [taken[p] for p in parents]
         if not isinstance(output, Weights) or records:
-            name = child_id(self.node.name, parents, self._children[parents])
+            name = child_id(self.node.name, parents, len(self._children.get(parents, ())))
             name += self._life if isinstance(output, Weights) else ""
             output = output.stamped(id=name, parents=parents, origins=origins_of(records))
         else:
@@ -271,7 +271,6 @@ class NodeRunner:
         taken = self._taken()
         self.clock.given += 1
         self.clock.tokens += sampled_tokens(output)
-        self._children[parents] += 1
         beside: Event | None = None
         if isinstance(output, Weights):
             self._version = output.version
@@ -283,11 +282,14 @@ class NodeRunner:
             self._ahead.gave(output)
         if self._handover is not None and isinstance(output, RolloutGroup):
             self._handover.lengths.note(output)
-        answered = parents if self._children[parents] >= self._produces else ()
-        leases = tuple(lease for p in answered for lease in self._answer(p))
-        if answered:
-            del self._children[parents]
-        await self.outbox.put(output, leases, first=first, beside=beside)
+        siblings = self._children.pop(parents, [])
+        if parents and len(siblings) + 1 >= self._produces:
+            leases = tuple(lease for p in parents for lease in self._answer(p))
+            await self.outbox.put(output, leases, first=first, beside=beside, siblings=siblings)
+        else:
+            answer = await self.outbox.put(output, (), first=first, beside=beside)
+            if parents:
+                self._children[parents] = [*siblings, answer]
 
     def _drop(self, output: Dropped, taken: dict[str, Record]) -> None:
         if output.parent not in taken:

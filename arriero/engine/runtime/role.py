@@ -14,6 +14,7 @@ from typing import Any
 
 from arriero.engine.broker import Broker
 from arriero.engine.errors import UserError
+from arriero.engine.fused import fused
 from arriero.engine.graph import Graph, StoresParts
 from arriero.engine.runtime.context import Context
 from arriero.engine.runtime.journal import Progress, announce
@@ -53,6 +54,7 @@ async def run_role(
     talks to the broker; the other ranks take their records from it. `secret` is that of the run's weights.
     """
     graph = Graph.from_spec(spec)
+    broker = await fused(broker, spec, options, role)
     progress = Progress(spec, broker)
     world = World(rank, ranks, options.wait_bound_s)
     names = [n.name for n in spec.roles[role] if n.inputs or rank == 0]
