@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arriero.components.generator import Generator
 from arriero.components.head_padding import HeadPadding, padding_for
-from arriero.components.rollout_engine import EngineName, KVCache, Request
+from arriero.components.quantized import EightBits, QuantizedLinear
+from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCache, Request
 from arriero.components.sampling import Sampling
 from arriero.components.vllm_engine import own_logprobs
 from arriero.components.vllm_options import VLLMOptions
@@ -324,6 +325,47 @@ def test_a_generator_in_half_precision_is_close_to_the_trainer_but_not_equal(
 
 
 @engines
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_a_generator_in_eight_bits_takes_versions_and_differs_by_what_eight_bits_lose(
+    engine: EngineName, precision: EnginePrecision, tmp_path: Path
+) -> None:
+    if (engine, precision) == ("vllm", "int8"):
+        pytest.skip("vLLM makes int8 projections of checkpoints only; check refuses it")
+    # Random signs: the largest number of a row says little of it, the worst case for one scale per row.
+    old, new = small_llama(scale=4.0), small_llama(scale=4.0, seed=1)
+    with rig(replace(config(engine, saved(old, tmp_path)), precision=precision)) as r:
+        for model in (old, new):
+            r.take(model)
+            done = r.finish(requests(5))
+            gaps = np.concatenate([
+                np.abs(c.logprobs - forward_logprobs(model, PROMPTS[int(key)], c.token_ids))
+                for key, c in done.items()
+            ])  # fmt: skip
+            assert 1e-3 < gaps.mean() < (0.15 if precision == "fp8" else 0.03)
+
+
+def test_eight_bits_are_as_far_off_as_their_type_says_and_what_is_not_finite_stays_so() -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.eye(64)
+    kinds: list[tuple[EightBits, float]] = [("int8", 0.5 / 127), ("fp8", 2.0**-4)]
+    layers = {kind: QuantizedLinear(torch.nn.Linear(64, 40, bias=False), kind) for kind, _ in kinds}
+    for kind, most in kinds:
+        layer = layers[kind]
+        layer.take(weight)
+        assert (layer.q.element_size(), layer.q.shape) == (1, (40, 64))
+        with torch.no_grad():
+            got: torch.Tensor = layer(x).T
+        # int8: half a step of a row; float8 with 3 bits behind the point: half a unit of the last one.
+        scale = weight.abs().amax(1, keepdim=True) if kind == "int8" else weight.abs() + 2e-3
+        assert bool(((got - weight).abs() <= most * scale * 1.01).all())
+    weight[3, 5] = math.nan
+    for layer in layers.values():
+        layer.take(weight)
+        finite: torch.Tensor = layer(torch.ones(1, 64)).isfinite()
+        assert finite.logical_not().nonzero()[:, 1].tolist() == [3]
+
+
+@engines
 @pytest.mark.slow
 def test_memory_is_flat_over_two_hundred_weight_updates(engine: EngineName, tmp_path: Path) -> None:
     versions = [small_llama(tied=True), small_llama(tied=True, seed=1)]
@@ -458,3 +500,4 @@ def test_check_refuses_what_an_engine_does_not_read_or_cannot_do(tmp_path: Path)
     assert "set engine=vllm or leave these out" in problems(vllm=VLLMOptions(tensor_parallel=2))
     greedy = problems(engine="vllm", sampling=Sampling(greedy=True, temperature=0.5))
     assert "log-probabilities of temperature 1" in greedy
+    assert "precision int8 with engine=vllm" in problems(engine="vllm", precision="int8")

@@ -174,6 +174,30 @@ def test_a_generator_in_bfloat16_is_warned_of_where_the_bound_says_so(
     assert caplog.text.count("mismatch.warn_mean is 0.0001") == 2
 
 
+@pytest.mark.parametrize("standby", [False, True])
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_a_generator_in_eight_bits_is_measured_at_each_step_and_stopped_where_the_bound_says_so(
+    run: Callable[..., tuple[int, list[dict[str, float]]]],
+    precision: str,
+    standby: bool,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    if standby:
+        code, steps = run(lie=False, precision=precision, standby=True, gate={"warn_mean": 1e-4})
+        assert code == 0
+        assert all(1e-3 < s["fresh_mismatch"] < 0.2 for s in steps)
+        assert all(
+            s["fresh_mismatch"] <= s["fresh_mismatch_p99"] <= 1.1 * s["fresh_mismatch_max"] for s in steps
+        )
+        assert caplog.text.count("mismatch.warn_mean is 0.0001") == 2
+    else:
+        code, steps = run(lie=False, precision=precision, gate={"warn_mean": 1e-4, "stop_mean": 2e-4})
+        assert (code, steps) == (2, [])
+        assert "mismatch.stop_mean is 0.0002" in capsys.readouterr().err
+
+
 def test_a_wrong_temperature_stops_the_run_before_its_weights_are_published(
     run: Callable[..., tuple[int, list[dict[str, float]]]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,7 +86,7 @@ class Generator:
         yield from (unloadable := list(check_model_directory(self.model)))
         yield from [] if unloadable else self.chat.problems(self.model)
         if self.engine == "vllm":
-            yield from self.vllm.problems(self.sampling)
+            yield from self.vllm.problems(self.sampling, self.precision)
             if self.stragglers.segment_tokens and self.sampling.stop:
                 yield (
                     "engine=vllm looks for a stop string only in what it sampled itself, and one may begin "

