@@ -11,6 +11,7 @@ from arriero.engine.codec import decode, encode
 from arriero.engine.errors import GraphError
 from arriero.engine.fused import fused, fused_edges
 from arriero.engine.graph import Graph
+from arriero.engine.picture import table
 from arriero.engine.rates import fusible
 from arriero.launchers.hub import edges
 from arriero.schemas.graph import Capacity, GraphSpec
@@ -51,6 +52,12 @@ def test_an_edge_stays_in_the_process_when_all_its_readers_are_there(
     spec, opts = graph(placed=placed), options("run")
     assert fused_edges(spec, opts) == inside
     assert {e.name for e in edges(spec, opts)} == {"prompts", "generator", "reward", "collect"} - inside
+
+
+def test_the_table_says_which_edges_stay_in_their_process() -> None:
+    waits = {row[0]: row[3] for row in table(graph(placed="scoring"))}
+    assert waits["reward"] == "1 of generator; room on its edge (16 records, in its process)"
+    assert waits["collect"] == "4 of reward; room on its edge (16 records)"
 
 
 def test_what_a_source_gives_and_what_the_record_takes_is_durable_wherever_its_readers_are() -> None:

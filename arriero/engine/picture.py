@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from arriero.engine.backlog import backlog_edge
-from arriero.engine.rates import backlogs, capacities, windows
+from arriero.engine.rates import backlogs, capacities, fusible, windows
 from arriero.schemas.graph import GraphSpec, InputSpec, NodeSpec
 
 BOX_H, GAP_Y, LOOP_H, MARGIN = 52, 38, 40, 28
@@ -31,7 +31,7 @@ def mermaid(spec: GraphSpec) -> str:
 
 def table(spec: GraphSpec) -> list[tuple[str, str, str, str, str]]:
     """Rows (node, consumes, produces, waits for, unblocked by), with a header row first."""
-    limits, own = capacities(spec), backlogs(spec)
+    limits, own, inside = capacities(spec), backlogs(spec), fusible(spec)
     rows = [("node", "consumes", "produces", "waits for", "unblocked by")]
     for n in spec.nodes:
         readers = [c.name for c, _ in spec.consumers(n.name)]
@@ -48,7 +48,8 @@ def table(spec: GraphSpec) -> list[tuple[str, str, str, str, str]]:
             )
             frees.append(n.name)
         if readers:
-            waits.append(f"room on its edge ({limits[n.name].messages} records)")
+            where = ", in its process" if n.name in inside else ""
+            waits.append(f"room on its edge ({limits[n.name].messages} records{where})")
             frees += readers
         takes = ", ".join(f"{i.consumes} {_short(i.record)}" for i in n.inputs) or "-"
         gives = f"{n.produces} {_short(n.output)}"
