@@ -112,7 +112,7 @@ class Trainer:
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
         context = current()
         with ComputeThread("trainer") as compute:
-            state = await compute(self._load, context.ranks, bool(context.loop))
+            state = await compute(self.load, context.ranks, bool(context.loop))
             publish = await compute(Publisher, state, self.weights, context)
             checkpoint = await compute(Checkpointer, state, self.checkpoints, context)
             past = await compute(Recovery, state, self.checkpoints, context, checkpoint.ranks)
@@ -135,7 +135,8 @@ class Trainer:
                 await compute(state.save, context.run_dir / "model")
             await compute(publish.close)
 
-    def _load(self, ranks: int, followed: bool) -> TrainState:
+    def load(self, ranks: int, followed: bool) -> TrainState:
+        """What it trains, at version 0; `followed`: generators sample with it. All ranks call it together."""
         import torch.distributed as dist
 
         from arriero.components.training import TrainState, load_policy

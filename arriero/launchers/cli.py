@@ -29,6 +29,7 @@ USAGE = """\
 usage: arriero COMMAND ...
 
   run PIPELINE [--key value ...] [--config FILE.toml]    train; `run PIPELINE --help` lists every key
+  run --resume RUN [--key value ...]                     go on with a run that was stopped, failed or finished
   eval MODEL|RUN [--data D] [--reward R] [--json]        pass@k of a model, or of the model that a run left
   check PIPELINE [the same] [--picture FILE] [--json]    check and show the graph; starts nothing
   check PIPELINE [the same] --laws                       try its losses against the laws every loss must obey
@@ -39,6 +40,8 @@ usage: arriero COMMAND ...
   runs [DIR|RUN RUN] [--where key=value]                 list runs; what differs between two
   lineage RUN --step N|--rollout ID|--prompt ID|...      what trained these weights; what became of a prompt
   audit RUN [--head HASH] [--json]                       check a run from its record alone
+  replay RUN --step K [--until-divergence]               take a recorded step again, and compare
+  fork RUN --step K --change loss.rho=4                  the same under another trainer
   export RUN --to FORMAT [--out PATH]                    for OpenLineage, PROV, MLflow, W&B, ..., or as a page
   list                                                   the pipelines that come with arriero
   demo                                                   train a small model on this machine
@@ -52,6 +55,8 @@ _ABOUT_RUNS = {
     "lineage": "lineage:lineage",
     "audit": "audit:audit",
     "export": "exports.command:export",
+    "replay": "replaying:replay",
+    "fork": "replaying:fork",
     "status": "job_commands:status",
     "logs": "job_commands:logs",
     "cancel": "job_commands:cancel",
@@ -211,14 +216,21 @@ def _demo(args: list[str]) -> int:
 def _run(args: list[str]) -> int:
     if text := _wants_help("run", args):
         return _printed(lambda: text)
+    resumes = any(word.partition("=")[0] == "--resume" for word in args)
+    if resumes:
+        from arriero.launchers.again import words_of
+
+        args = words_of(args)
     ready = _prepare(_pipeline("run", args), args[1:])
     if ready.options.picture or ready.options.json or ready.options.laws:
         raise UserError("--picture, --json and --laws belong to arriero check")
+    if ready.options.allow_change and not resumes:
+        raise UserError("--allow-change belongs to --resume RUN")
     if _on_cluster(ready):
         from arriero.launchers import job_commands
 
         return job_commands.run(ready, ["arriero", "run", *args])
-    return _start(ready, ["arriero", "run", *args])[0]
+    return _start(ready, ["arriero", "run", *args], resumes=resumes)[0]
 
 
 def _eval(args: list[str]) -> int:
@@ -242,13 +254,15 @@ def _eval(args: list[str]) -> int:
     return _printed(lambda: evaluate.conclude(run, model=model, version=version, as_json=as_json))
 
 
-def _start(ready: Ready, argv: list[str], *, result: bool = True) -> tuple[int, RunDir]:
+def _start(
+    ready: Ready, argv: list[str], *, result: bool = True, resumes: bool = False
+) -> tuple[int, RunDir]:
     """Make the run directory and hand over to the launcher; the exit code, and the directory."""
-    from arriero.launchers import launch, preparing
+    from arriero.launchers import again, launch, preparing
     from arriero.launchers.options import LaunchOptions
 
     given, path = ready.options, ready.pipeline.search_path
-    begun = preparing.begin(ready, argv)
+    begun = again.begin_again(ready, argv) if resumes else preparing.begin(ready, argv)
     if not given.quiet:
         print(f"arriero: run directory {begun.run.path}", file=sys.stderr)
     options = LaunchOptions(
