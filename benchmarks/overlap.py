@@ -1,6 +1,6 @@
 """Does the engine hide generation behind training? Step times of emulated components on real NATS edges.
 
-    python -m benchmarks.overlap [--steps 50] [--groups 4] [--json]
+    python -m benchmarks.overlap [--steps 50] [--groups 4] [--placed apart] [--awake] [--json]
 
 The generator sleeps once per step's worth of prompts, the trainer once per batch; every role is a process of
 its own. The asynchronous run (staleness 1) should take max(generate, train) a step, the synchronous one
@@ -12,12 +12,18 @@ path
 With staleness 1 two batches go round the loop, so the asynchronous step can't be shorter than
 (generate + train + hops) / 2 either: when both take equally long, half of the hops shows. Needs two idle
 cores; on a busy machine every hop waits for a core.
+
+`--placed together`: reward and batch component in one role, the edge between them in its process. `--awake`
+asks the kernel not to let idle cores halt meanwhile (/dev/cpu_dma_latency, as low-latency servers are set
+up; needs root). A virtual core that halts at once (guest_halt_poll_ns=0) may take longer to wake than a message
+takes through the broker, and each hop wakes three processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
@@ -48,6 +55,7 @@ from tests.toys import ToyCollect, ToyPrompts, ToyReward, rollout
 WARM_UP = 5
 SPLITS_MS = ((100, 100), (60, 100), (100, 40))
 LIMIT = 1.05
+PLACED = {"apart": "collect", "together": "reward"}  # the role of the batch component
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +118,7 @@ def _sleep_until(moment: float) -> None:
 class Measured:
     """One run: means over the steps after the warm-up, in milliseconds."""
 
+    placed: str
     staleness: int
     generate_ms: float
     train_ms: float
@@ -121,14 +130,16 @@ class Measured:
         return self.step_ms / self.ideal_ms
 
 
-def spec(staleness: int, generate_s: float, train_s: float, steps: int, groups: int) -> GraphSpec:
+def spec(
+    placed: str, staleness: int, generate_s: float, train_s: float, steps: int, groups: int
+) -> GraphSpec:
     """prompts -> generator -> reward -> collect -> trainer -> (weights)"""
     g = Graph("overlap")
     weights = g.loop(Weights, staleness=staleness)
     prompts = g.add(ToyPrompts(count=100_000), name="prompts")()
     rollouts = g.add(SleepingGenerator(groups=groups, seconds=generate_s), name="generator")(prompts, weights)
     scored = g.add(ToyReward(), name="reward")(rollouts)
-    batches = g.add(ToyCollect(groups=groups), name="collect")(scored)
+    batches = g.add(ToyCollect(groups=groups), name="collect", role=PLACED[placed])(scored)
     weights.close(g.add(SleepingTrainer(steps=steps, seconds=train_s), name="trainer")(batches))
     return g.check()
 
@@ -147,9 +158,11 @@ def role(graph: str, options: str, name: str, url: str, token: str) -> None:
     uvloop.run(run())
 
 
-def measure(staleness: int, generate_s: float, train_s: float, steps: int, groups: int) -> Measured:
+def measure(
+    placed: str, staleness: int, generate_s: float, train_s: float, steps: int, groups: int
+) -> Measured:
     """Run the graph with one process for each role. Raises RuntimeError if one of them fails."""
-    graph = spec(staleness, generate_s, train_s, steps, groups)
+    graph = spec(placed, staleness, generate_s, train_s, steps, groups)
     options = RunOptions(run_id="overlap", wait_bound_s=30)
     with tempfile.TemporaryDirectory() as folder:
         server = start_server(Path(folder))
@@ -173,6 +186,7 @@ def measure(staleness: int, generate_s: float, train_s: float, steps: int, group
     step_s = (at[-1] - at[WARM_UP - 1]) / (steps - WARM_UP)
     ideal_s = max(generate_s, train_s) if staleness else generate_s + train_s
     return Measured(
+        placed=placed,
         staleness=staleness,
         generate_ms=generate_s * 1e3,
         train_ms=train_s * 1e3,
@@ -208,24 +222,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--groups", type=int, default=4, help="of one batch; each is a message on every edge")
+    parser.add_argument("--placed", choices=PLACED, help="default: both")
+    parser.add_argument("--awake", action="store_true", help="don't let idle cores halt")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
-    print(f"{'staleness':>9} {'generate':>9} {'train':>9} {'step':>9} {'ideal':>9} {'over':>8} {'ratio':>6}")
+    columns = ("staleness", "generate", "train", "step", "ideal", "over")
+    print(f"{'placed':9}{' '.join(f'{c:>9}' for c in columns)} {'ratio':>6}")
     found: list[Measured] = []
-    for generate_ms, train_ms in SPLITS_MS:
-        for staleness in (1, 0):
-            m = measure(staleness, generate_ms / 1e3, train_ms / 1e3, args.steps + WARM_UP, args.groups)
-            found.append(m)
-            print(
-                f"{m.staleness:>9} {m.generate_ms:>6.0f} ms {m.train_ms:>6.0f} ms {m.step_ms:>6.1f} ms "
-                f"{m.ideal_ms:>6.0f} ms {m.step_ms - m.ideal_ms:>5.1f} ms {m.ratio:>6.3f}",
-                flush=True,
-            )
+    placements = [args.placed] if args.placed else [*PLACED]
+    with awake() if args.awake else nullcontext():
+        for generate_ms, train_ms in SPLITS_MS:
+            for placed, staleness in itertools.product(placements, (1, 0)):
+                times = generate_ms / 1e3, train_ms / 1e3
+                m = measure(placed, staleness, *times, args.steps + WARM_UP, args.groups)
+                found.append(m)
+                over_ms = m.step_ms - m.ideal_ms
+                print(
+                    f"{m.placed:9}{m.staleness:>9} {m.generate_ms:>6.0f} ms {m.train_ms:>6.0f} ms "
+                    f"{m.step_ms:>6.1f} ms {m.ideal_ms:>6.0f} ms {over_ms:>6.1f} ms {m.ratio:>6.3f}",
+                    flush=True,
+                )
     worst = max(m.ratio for m in found)
     print(f"worst ratio {worst:.3f}, limit {LIMIT}; load average {os.getloadavg()[0]:.1f}")
     if args.json:
         print(json.dumps({"runs": [asdict(m) | {"ratio": m.ratio} for m in found], "worst_ratio": worst}))
     return int(worst > LIMIT)
+
+
+def awake() -> AbstractContextManager[object]:
+    """Idle cores poll instead of halting while this is open. Raises PermissionError for who isn't root."""
+    request = Path("/dev/cpu_dma_latency").open("wb", buffering=0)  # noqa: SIM115  # held by the caller
+    request.write((0).to_bytes(4, sys.byteorder))  # microseconds
+    return request
 
 
 if __name__ == "__main__":

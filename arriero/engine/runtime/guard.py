@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 
@@ -136,7 +137,7 @@ def trained(node: str, weights: Weights, batch: Record) -> Trained:
         node=node, version=weights.version, batch=batch.id, origins=batch.origins,
         tokens=sum(int(s.mask.sum()) for s in samples),
         staleness_max=int(age.max(initial=0)), staleness_mean=float(age.mean()) if len(age) else 0.0,
-        reward_mean=float(np.mean([s.reward for s in samples])) if samples else 0.0,
+        reward_mean=fsum(s.reward for s in samples) / len(samples) if samples else 0.0,
         right_shares=_right_shares(batch.origins, samples),
         metrics=weights.metrics,
     )  # fmt: skip
@@ -154,4 +155,5 @@ def _right_shares(origins: Sequence[int], samples: Sequence[Sample]) -> tuple[fl
     right: dict[int, list[bool]] = {}
     for s in samples:
         right.setdefault(s.origin, []).append(s.right)
-    return tuple(float(np.mean(right[o])) if o in right else 0.0 for o in origins) if samples else ()
+    shares = {origin: sum(found) / len(found) for origin, found in right.items()}
+    return tuple(shares.get(origin, 0.0) for origin in origins) if samples else ()
