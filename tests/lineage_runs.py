@@ -119,7 +119,7 @@ class Sums:
         for k in range(1000):
             yield Prompt(id=f"e0-r{k}", text=f"2 + 2, for the {k}th time", answer="4", row=k)
 
-    def evaluation(self) -> Evaluation | None:
+    async def evaluation(self) -> Evaluation | None:
         return Evaluation(prompts=[Prompt(id=f"held-{k}", text="1 + 3", answer="4", row=k) for k in range(2)])
 
 

@@ -53,7 +53,7 @@ class Prompts:
     held_out: NonNegativeInt = 0
     every: NonNegativeInt = 0
 
-    def evaluation(self) -> Evaluation | None:
+    async def evaluation(self) -> Evaluation | None:
         prompts = [Prompt(id=f"held{k}", text="?", row=k) for k in range(self.held_out)]
         return Evaluation(prompts=prompts, every=self.every) if prompts else None
 

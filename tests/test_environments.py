@@ -289,6 +289,19 @@ def test_a_wrong_answer_is_followed_by_feedback_until_attempts_are_used_up() -> 
     assert [again.step(t).done for t in ("1", "2", "3")] == [False, False, True]
 
 
+async def test_a_prompt_that_cannot_be_judged_is_quarantined_and_not_an_error_of_its_episodes(
+    model: Path, tmp_path: Path
+) -> None:
+    """Prompts without an answer: in front of the generator they are screened, behind it they are dropped."""
+    (out,) = await played(episodes(model, Question()), model, "1+1=")
+    assert isinstance(out, Dropped)
+    assert (out.reason, out.detail) == ("invalid", "quarantined: row 0: the prompt has no answer to match")
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": ""}\n')
+    source = PromptSource(path=str(data), epochs=1).screened(Question())
+    assert [p.answer for p in kept(await outputs(source.run()))] == ["2"]
+
+
 async def test_reasoning_gym_is_played_in_several_turns() -> None:
     pytest.importorskip("reasoning_gym")
     source = PromptSource(path="reasoning_gym:basic_arithmetic", size=3, epochs=1)

@@ -157,7 +157,7 @@ def test_a_prompt_that_is_too_long_is_counted_and_the_rest_is_evaluated(
     assert dropped["reason"] == "too_long"
 
 
-def test_a_misspelt_key_of_the_data_is_refused_with_the_one_that_was_meant(
+async def test_a_misspelt_key_of_the_data_is_refused_with_the_one_that_was_meant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """NeMo-RL #3271: `**kwargs` swallowed a misspelt `subset`."""
@@ -167,7 +167,7 @@ def test_a_misspelt_key_of_the_data_is_refused_with_the_one_that_was_meant(
     (tmp_path / "a.jsonl").write_text('{"prompt": "p", "answer": "1"}\n' * 2)
     source = PromptSource(path=str(tmp_path / "a.jsonl"), answer_field="answr", held_out=1)
     with pytest.raises(UserError, match=r"no field 'answr'; .* did you mean answer_field='answer'"):
-        source.evaluation()
+        await source.evaluation()
 
 
 def test_sixteen_servers_at_once_each_have_a_port_of_their_own(folder: Path) -> None:

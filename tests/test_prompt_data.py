@@ -21,9 +21,19 @@ from pydantic import ValidationError
 from arriero.components.blocks import LineBlocks
 from arriero.components.curriculum import Curriculum
 from arriero.components.datasets import open_blocks, read_rows
+from arriero.components.fixed_weights import HeldOutSource
 from arriero.components.prompt_data import PromptData
 from arriero.components.prompts import PromptSource
-from arriero.components.rewards import Contains, Gsm8k, Length, Math, Term, WeightedSum
+from arriero.components.rewards import (
+    Contains,
+    Gsm8k,
+    Length,
+    Math,
+    MultipleChoice,
+    RolloutReward,
+    Term,
+    WeightedSum,
+)
 from arriero.components.row_order import windows_of
 from arriero.engine.errors import UserError
 from arriero.engine.runtime.context import entered
@@ -100,7 +110,7 @@ async def test_row_groups_hold_the_rows_of_the_whole_file(tmp_path: Path, made: 
     assert [p.text for p in found] == [f"p{p.row}" for p in found]
     assert found == await drawn(source)
     assert found != await drawn(replace(source, seed=1))
-    evaluation = source.evaluation()
+    evaluation = await source.evaluation()
     assert evaluation is not None
     assert [p.row for p in evaluation.prompts] == [20, 21, 22]
 
@@ -248,7 +258,7 @@ async def test_data_sets_are_mixed_by_weight(tmp_path: Path) -> None:
     assert {p.row for p in found if p.source == "other"} == {0, 1, 2}
     assert len({p.id for p in found}) == 40
     assert found == await drawn(source, first=40)
-    evaluation = source.evaluation()
+    evaluation = await source.evaluation()
     assert evaluation is not None
     assert [(p.id, p.source) for p in evaluation.prompts] == [
         ("s1-eval-r48", "other"), ("s1-eval-r49", "other"),
@@ -309,3 +319,65 @@ async def test_a_sum_quarantines_what_one_of_its_terms_cant_read(tmp_path: Path)
     assert [p.row for p in await drawn(PromptSource(path=path, epochs=1).screened(reward))] == [0]
     assert len(await drawn(PromptSource(path=path, epochs=1).screened(Contains(text="x")))) == 2
     assert len(await drawn(PromptSource(path=path, epochs=1, screen=False).screened(reward))) == 2
+
+
+async def quarantined(source: PromptSource, reward: RolloutReward, folder: Path) -> list[tuple[str, int]]:
+    """Split and row of what the report of a screened source holds, which is drawn to its end."""
+    screened = source.screened(reward)
+    with entered(place(run_dir=folder)):
+        evaluation = await screened.evaluation()
+        assert [p.row for p in evaluation.prompts if not p.answer.isdigit()] == [] if evaluation else True
+        assert [p.row for p in await drawn(screened) if not p.answer.isdigit()] == []
+    report = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
+    return sorted((r["split"], r["row"]) for r in report)
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+async def test_rows_are_quarantined_in_one_way_in_memory_streamed_and_held_out(
+    tmp_path: Path, stream: int
+) -> None:
+    """Rows 1 and 4 have no number; row 4 is held out. Two epochs tell of each once."""
+    path = write(tmp_path / "d.jsonl", [{"prompt": f"p{i}", "answer": a} for i, a in enumerate("1?34?6")])
+    source = PromptSource(path=path, epochs=2, stream=stream, held_out=2)
+    assert await quarantined(source, Gsm8k(), tmp_path) == [("eval", 4), ("train", 1)]
+
+
+async def test_a_restarted_source_tells_of_no_row_twice(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"prompt": "p", "answer": a} for a in ("1", "?")])
+    for _ in range(2):
+        assert await quarantined(PromptSource(path=path, epochs=1), Gsm8k(), tmp_path) == [("train", 1)]
+
+
+async def test_a_stream_of_rows_that_cannot_be_scored_ends_the_run(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "d.jsonl", 200)
+    source = PromptSource(path=path, stream=1, answer_field="prompt").screened(MultipleChoice())
+    with pytest.raises(UserError, match="none of the first 64 rows can be scored"):
+        await drawn(source)
+
+
+async def test_items_of_reasoning_gym_are_screened_too(tmp_path: Path) -> None:
+    """Items of one set have no number in their answers."""
+    pytest.importorskip("reasoning_gym")
+    source = PromptSource(path="reasoning_gym:letter_jumble", size=3, epochs=1, options={"max_words": 3})
+    with entered(place(run_dir=tmp_path)):
+        assert await drawn(source.screened(Gsm8k())) == []
+    assert len((tmp_path / "quarantine.jsonl").read_text().splitlines()) == 3
+
+
+async def test_a_held_out_set_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "d.jsonl", 4)
+    for source in (
+        PromptSource(path=path, held_out=2, where="answer < 2"),
+        HeldOutSource(path=path, held_out=2, where="answer < 2"),
+    ):
+        with pytest.raises(UserError, match="no row of 0 is left to evaluate on; change where or keep"):
+            await source.evaluation()
+
+
+async def test_a_question_is_held_out_however_it_is_shown(tmp_path: Path) -> None:
+    """The same question in two data sets with two templates."""
+    main = write(tmp_path / "main.jsonl", [{"prompt": p} for p in ("a", "b", "c")])
+    other = write(tmp_path / "other.jsonl", [{"prompt": p} for p in ("b", "d")])
+    mix = (PromptData(path=other, held_out=0, template="Q: {prompt}"),)
+    source = PromptSource(path=main, held_out=2, mix=mix, epochs=1)
+    assert sorted(p.text for p in await drawn(source)) == ["Q: d", "a"]

@@ -84,26 +84,26 @@ async def test_held_out_rows_are_never_trained_on(
     held = min(held, rows - 1)
     path = numbered(tmp_path_factory.mktemp("held") / "d.jsonl", rows)
     source = PromptSource(path=path, held_out=held, limit=limit, seed=seed, epochs=2)
-    evaluation = source.evaluation()
+    evaluation = await source.evaluation()
     assert evaluation is not None
     assert [p.row for p in evaluation.prompts] == list(range(rows - held, rows))
     assert {p.row for p in await prompts(source)} == set(range(min(rows - held, limit or rows)))
     assert all(p.split == "eval" for p in evaluation.prompts)
 
 
-def test_evaluation_may_come_from_its_own_file(tmp_path: Path) -> None:
+async def test_evaluation_may_come_from_its_own_file(tmp_path: Path) -> None:
     train, test = numbered(tmp_path / "train.jsonl", 3), numbered(tmp_path / "test.jsonl", 5)
-    evaluation = PromptSource(path=train, eval_path=test, eval_limit=2, eval_every=10).evaluation()
+    evaluation = await PromptSource(path=train, eval_path=test, eval_limit=2, eval_every=10).evaluation()
     assert evaluation is not None
     assert [(p.id, p.text) for p in evaluation.prompts] == [("eval-r0", "p0"), ("eval-r1", "p1")]
     assert evaluation.every == 10
-    assert PromptSource(path=train).evaluation() is None
+    assert await PromptSource(path=train).evaluation() is None
 
 
-def test_holding_out_everything_is_refused(tmp_path: Path) -> None:
+async def test_holding_out_everything_is_refused(tmp_path: Path) -> None:
     path = numbered(tmp_path / "d.jsonl", 4)
     with pytest.raises(UserError) as error:
-        PromptSource(path=path, held_out=4).evaluation()
+        await PromptSource(path=path, held_out=4).evaluation()
     assert one_line(error) == f"{path}: held_out=4 leaves nothing of 4 rows to train on"
 
 
@@ -265,7 +265,7 @@ async def test_reasoning_gym_prompts_are_its_own_items() -> None:
         options={"min_terms": 2, "max_terms": 3, "seed": 7},
     )
     items = gym.create_dataset("chain_sum", seed=7, size=20, min_terms=2, max_terms=3)
-    found, evaluation = await prompts(source), source.evaluation()
+    found, evaluation = await prompts(source), await source.evaluation()
     assert evaluation is not None
     assert sorted(p.row for p in found) == list(range(15))
     assert [p.row for p in evaluation.prompts] == list(range(15, 20))

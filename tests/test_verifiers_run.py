@@ -32,7 +32,7 @@ class Sums:
 
     count: PositiveInt = 1000
 
-    def evaluation(self) -> Evaluation:
+    async def evaluation(self) -> Evaluation:
         return Evaluation(
             prompts=[
                 Prompt(id=f"held-{k}", text="?", answer=f"#### {k}" if k < 3 else "unknown", row=k)

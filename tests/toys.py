@@ -46,7 +46,7 @@ class ToyPrompts:
     held_out: NonNegativeInt = 0
     every: NonNegativeInt = 0
 
-    def evaluation(self) -> Evaluation | None:
+    async def evaluation(self) -> Evaluation | None:
         prompts = [Prompt(id=f"held-{k}", text=f"held out {k}", row=k) for k in range(self.held_out)]
         return Evaluation(prompts=prompts, every=self.every) if prompts else None
 

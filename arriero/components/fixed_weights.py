@@ -10,8 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory
-from arriero.components.prompts import PromptSource
-from arriero.engine.errors import UserError
+from arriero.components.prompts import ScreenedSource
 from arriero.engine.graph import Evaluation, GraphView
 from arriero.engine.runtime.context import Context, current
 from arriero.engine.stream import Stream
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     from arriero.engine.weights import WeightSender
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class HeldOutSource(PromptSource):
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
+class HeldOutSource(ScreenedSource):
     """The held-out prompts of its data sets, once; of a set that holds nothing out, all rows."""
 
     async def run(self) -> AsyncIterator[Prompt]:
@@ -30,11 +29,10 @@ class HeldOutSource(PromptSource):
         for prompt in nothing:  # none is trained on
             yield prompt
 
-    def evaluation(self) -> Evaluation | None:
-        prompts = tuple(p for part in self._opened() for p in part.held_out() or part.all_held_out())
-        if not prompts:
-            raise UserError(f"{self.path}: no row is left to evaluate on; change where, keep or eval_limit")
-        return Evaluation(prompts=prompts)
+    async def evaluation(self) -> Evaluation | None:
+        parts = self._opened()
+        held_out = [p.held_out() if p.config.holds_out else p.all_held_out() for p in parts]
+        return Evaluation(prompts=await self._usable(held_out))
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))

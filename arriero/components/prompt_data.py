@@ -101,6 +101,11 @@ class PromptData:
         return self.path.removeprefix(GYM) if self.path.startswith(GYM) else ""
 
     @property
+    def holds_out(self) -> bool:
+        """Whether some rows are kept for evaluation."""
+        return bool(self.held_out or self.eval_path)
+
+    @property
     def called(self) -> str:
         """What evaluations call it."""
         return self.name or self.gym or self.path.rpartition("/")[2].partition(".")[0]
@@ -192,26 +197,36 @@ class OpenData:
 
     def held_out(self) -> list[Prompt]:
         """The held-out prompts, in the order of the data set; empty without any. Raises UserError."""
-        data, found = self.config, list[Prompt]()
-        if data.eval_path:
+        data, rows = self._held_out
+        return [data.prompt(row, n, "eval", 0) for n, row in rows]
+
+    def held_out_keys(self) -> set[bytes]:
+        """What tells rows with the same text apart from all others, of those that are held out."""
+        data, rows = self._held_out
+        return {data.key(row) for _, row in rows}
+
+    @property
+    def _held_out(self) -> tuple[OpenData, list[tuple[int, Row]]]:
+        """Where the held-out rows stand, and those that are used with their numbers."""
+        config, where, first = self.config, self, self._size - self.config.held_out
+        if config.eval_path:
             own = PromptData(
-                path=data.eval_path, prompt_field=data.prompt_field, answer_field=data.answer_field,
-                template=data.template, name=data.called,
+                path=config.eval_path, prompt_field=config.prompt_field, answer_field=config.answer_field,
+                template=config.template, name=config.called,
             )  # fmt: skip
-            other = OpenData(config=own, place=self.place)
-            rows = enumerate(other._rows(0))
-            found = [other.prompt(row, n, "eval", 0) for n, row in rows if self.used(row)]
-        elif data.held_out:
-            first = self._size - data.held_out
-            rows = enumerate(self._rows(first), start=first)
-            found = [self.prompt(row, n, "eval", 0) for n, row in rows if self.used(row)]
-        return found[: data.eval_limit]
+            where, first = OpenData(config=own, place=self.place), 0
+        rows = enumerate(where._rows(first), start=first) if config.holds_out else ()
+        return where, [(n, row) for n, row in rows if self.used(row)][: config.eval_limit]
 
     def all_held_out(self) -> list[Prompt]:
         """Every row that is used, as a held-out prompt."""
         rows = enumerate(self._rows(0))
         found = [self.prompt(row, n, "eval", 0) for n, row in rows if self.used(row)]
         return found[: self.config.limit][: self.config.eval_limit]
+
+    def key(self, row: Row) -> bytes:
+        """Equal for rows whose texts differ in white space alone; how they are shown doesn't matter."""
+        return content_key(self.text_and_answer(row)[0])
 
     def prompt(self, row: Row, number: int, split: Split, epoch: int) -> Prompt:
         """The row as a prompt."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import fields
 from itertools import count as numbers
 from typing import Literal, Self
@@ -13,9 +13,9 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.blocks import Whole
 from arriero.components.curriculum import Curriculum
-from arriero.components.prompt_data import OpenData, PromptData, content_key
+from arriero.components.prompt_data import OpenData, PromptData
 from arriero.components.row_order import in_order
-from arriero.components.screening import screened
+from arriero.components.screening import Judging, Screen
 from arriero.components.verifiers.reward import RolloutReward
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Evaluation, GraphView
@@ -58,19 +58,28 @@ class PromptSource(PromptData):
         """All data sets."""
         return (self, *self.mix)
 
-    def screened(self, reward: RolloutReward) -> PromptSource:
-        """This source without the rows that `reward` can't score."""
-        if not self.screen:
-            return self
-        return ScreenedSource(**{f.name: getattr(self, f.name) for f in fields(self)}, reward=reward)
+    def screened(self, judge: Judging) -> PromptSource:
+        """This source without the rows that `judge`, a reward or an environment, can't score."""
+        return ScreenedSource.of(self, judge) if self.screen and judge.screens() else self
+
+    def judges(self) -> tuple[RolloutReward, ...]:
+        """What tells of no use apart, before a row is given or held out."""
+        return ()
 
     async def run(self) -> AsyncIterator[Prompt]:
         parts = self._opened()
-        evaluated = (p for part in parts for p in part.held_out()) if self.overlap == "drop" else ()
-        held = {content_key(p.text) for p in evaluated}
-        for part in parts:
-            await self._settle(part, held)
-        streams = [self._stream(part, held) for part in parts]
+        held = {k for part in parts for k in part.held_out_keys()} if self.overlap == "drop" else set[bytes]()
+        async with Screen(self.judges()) as screen:
+            for part in parts:
+                await self._settle(part, held, screen)
+        async with Screen(self.judges(), one_by_one=True) as screen:
+            async for prompt in self._mixed(parts, held, screen):
+                yield prompt
+
+    async def _mixed(
+        self, parts: Sequence[OpenData], held: set[bytes], screen: Screen
+    ) -> AsyncGenerator[Prompt, None]:
+        streams = [self._stream(part, held, screen) for part in parts]
         behind = [0.0] * len(parts)  # how much more each was to give than it gave
         live = list(range(len(parts)))
         while live:
@@ -86,23 +95,41 @@ class PromptSource(PromptData):
                 behind[chosen] -= 1.0
                 yield prompt
 
-    def evaluation(self) -> Evaluation | None:
-        """The held-out prompts, data set by data set; None without any. Raises UserError."""
-        if not any(d.eval_path or d.held_out for d in self.sets):
+    async def evaluation(self) -> Evaluation | None:
+        """The held-out prompts that can be scored, data set by data set; None without any. UserError if
+        something is held out and nothing is left of it.
+        """
+        if not any(d.holds_out for d in self.sets):
             return None
-        prompts = tuple(p for part in self._opened() for p in part.held_out())
-        return Evaluation(prompts=prompts, every=self.eval_every)
+        return Evaluation(
+            prompts=await self._usable([part.held_out() for part in self._opened()]), every=self.eval_every
+        )
+
+    async def _usable(self, parts: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+        """Those of the prompts of each data set that can be scored. Raises UserError if none can."""
+        found: list[Prompt] = []
+        async with Screen(self.judges()) as screen:
+            for prompts in parts:
+                gone = await screen.unscorable(prompts)
+                found += [p for p in prompts if p.row not in gone]
+        if not found:
+            number = sum(map(len, parts))
+            raise UserError(
+                f"{self.path}: no row of {number} is left to evaluate on; change where or keep, "
+                "or if their answers can't be read, answer_field or the reward"
+            )
+        return found
 
     def problems(self, view: GraphView) -> Iterable[str]:
         """What is wrong with the data, as far as it can be known without reading it."""
         yield from (p for data in self.sets for p in data.data_problems())
-        if self.eval_every and not any(d.held_out or d.eval_path for d in self.sets):
+        if self.eval_every and not any(d.holds_out for d in self.sets):
             yield f"eval_every={self.eval_every}, but nothing is held out; set held_out or eval_path"
 
     def _opened(self) -> list[OpenData]:
         return [OpenData(config=d, place=k) for k, d in enumerate(self.sets)]
 
-    async def _settle(self, part: OpenData, held: set[bytes]) -> None:
+    async def _settle(self, part: OpenData, held: set[bytes], screen: Screen) -> None:
         """What of a data set in memory isn't trained on: known, counted and told before the first prompt."""
         if part.lazily:
             return
@@ -110,13 +137,13 @@ class PromptSource(PromptData):
         unused = [n for n in part.numbers if not part.used(rows[n])]
         part.leave_out(unused)
         count("rows_filtered", len(unused))
-        prompts = [part.prompt(rows[n], n, "train", 0) for n in part.numbers]
-        twice = [p.row for p in prompts if content_key(p.text) in held]
+        twice = [n for n in part.numbers if part.key(rows[n]) in held]
         if twice:
             log.warning("%s: %d rows aren't trained on, for they are held out too", data.path, len(twice))
         count("rows_held_out_too", len(twice))
         part.leave_out(twice)
-        part.leave_out(await self._unscorable([p for p in prompts if p.row not in set(twice)]))
+        prompts = [part.prompt(rows[n], n, "train", 0) for n in part.numbers] if self.judges() else []
+        part.leave_out(await screen.unscorable(prompts))
         part.numbers = part.numbers[: data.limit]
         if not part.numbers:
             raise UserError(
@@ -125,10 +152,7 @@ class PromptSource(PromptData):
                 "without an answer that can be read"
             )
 
-    async def _unscorable(self, prompts: list[Prompt]) -> set[int]:
-        return set()
-
-    async def _stream(self, part: OpenData, held: set[bytes]) -> AsyncGenerator[Prompt, None]:
+    async def _stream(self, part: OpenData, held: set[bytes], screen: Screen) -> AsyncGenerator[Prompt, None]:
         """One data set, epoch after epoch."""
         blocks = part.blocks if part.lazily else Whole([part.blocks.read(0)[n] for n in part.numbers])
         asked: dict[int, str] = {}  # the last record of each row
@@ -143,9 +167,11 @@ class PromptSource(PromptData):
                 if part.lazily and not part.used(row):
                     count("rows_filtered")
                     continue
-                prompt = part.prompt(row, number, "train", epoch)
-                if part.lazily and content_key(prompt.text) in held:
+                if part.lazily and part.key(row) in held:
                     count("rows_held_out_too")
+                    continue
+                prompt = part.prompt(row, number, "train", epoch)
+                if part.lazily and await screen.refuses(prompt):
                     continue
                 if self.curriculum and not self.curriculum.wants(asked.get(number, ""), epoch):
                     count("rows_outside_curriculum")
@@ -159,13 +185,19 @@ class PromptSource(PromptData):
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
 class ScreenedSource(PromptSource):
-    """The same for a known reward: rows that it can't score are quarantined before the first prompt.
+    """The same for known rewards: rows that they can't score are quarantined, trained on or held out.
 
-    They are listed in `quarantine.jsonl` of the run directory. Of a data set that isn't in memory they are
-    found where they are scored.
+    They are listed in `quarantine.jsonl` of the run directory. What is in memory or held out is tried before
+    the first prompt, anything else when it is reached.
     """
 
-    reward: RolloutReward
+    rewards: tuple[RolloutReward, ...] = ()
 
-    async def _unscorable(self, prompts: list[Prompt]) -> set[int]:
-        return await screened(self.reward, prompts)
+    @classmethod
+    def of(cls, source: PromptSource, judge: Judging) -> Self:
+        """`source` with the rewards of `judge` that tell rows of no use apart."""
+        given = {f.name: getattr(source, f.name) for f in fields(PromptSource)}
+        return cls(**given, rewards=tuple(judge.screens()) if source.screen else ())
+
+    def judges(self) -> tuple[RolloutReward, ...]:
+        return self.rewards

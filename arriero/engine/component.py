@@ -51,7 +51,7 @@ class HasRates(Protocol):
 class HasEvaluation(Protocol):
     """A source with held-out prompts, which the runtime sends before, during and after training."""
 
-    def evaluation(self) -> Evaluation | None: ...
+    async def evaluation(self) -> Evaluation | None: ...
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ def archer(cfg: ArcherConfig) -> Graph:
     """Two levels, two nodes: the critic learns from all turns there have been, the actor from new ones."""
     g = Graph("archer")
     weights = g.loop(Weights, staleness=cfg.staleness)
-    prompts = g.add(cfg.data, name="prompts")()
+    prompts = g.add(cfg.data.screened(cfg.environment), name="prompts")()
     played = g.add(cfg.episodes(), replicas=cfg.generators)(prompts, weights)
     batches = g.add(
         GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="none"), name="batch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from dataclasses import field
 
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -41,7 +41,7 @@ def evaluate(cfg: EvaluateConfig) -> Graph:
     """The graph of a training run without training."""
     g = Graph("evaluate")
     weights = g.loop(Weights, staleness=0)
-    held_out = HeldOutSource(**{f.name: getattr(cfg.data, f.name) for f in fields(PromptSource)})
+    held_out = HeldOutSource.of(cfg.data, cfg.reward)
     prompts = g.add(held_out, name="prompts")()
     generator = Generator(
         model=cfg.model, samples=cfg.samples, sampling=cfg.sampling, chat=cfg.chat, slots=cfg.slots,

@@ -9,17 +9,18 @@ from typing import Annotated, Literal, TypeAlias, cast
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
-from arriero.components.environments.environment import Environment, Episode, Tool, Turn
+from arriero.components.environments.environment import Environment, Episode, Tool, Turn, Unscorable
 from arriero.components.environments.question import Question
 from arriero.components.environments.tools import AnyTool, Calculator, Python, Toolbox
 from arriero.components.formats import json_lists
+from arriero.components.verifiers.reward import RolloutReward
 from arriero.engine.errors import UserError
 from arriero.engine.portable import resolve
 from arriero.schemas.messages import Prompt
 
 __all__ = [
     "AnyEnvironment", "AnyTool", "Calculator", "Environment", "Episode", "Python", "Question", "Tool",
-    "Toolbox", "Turn", "UserEnvironment",
+    "Toolbox", "Turn", "Unscorable", "UserEnvironment",
 ]  # fmt: skip
 
 
@@ -52,6 +53,9 @@ class UserEnvironment(Environment):
 
     def tools(self) -> Sequence[Tool]:
         return self.made().tools()
+
+    def screens(self) -> Sequence[RolloutReward]:
+        return self.made().screens()
 
     def prepare(self) -> None:
         self.made().prepare()

@@ -14,7 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from arriero.components.verifiers.reward import RolloutReward
+from arriero.engine.errors import UserError
 from arriero.schemas.messages import Prompt
+
+
+class Unscorable(UserError):
+    """Raised by `reset`: no response to this prompt could be judged. The prompt is dropped and told of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,10 @@ class Environment(ABC):
 
     def tools(self) -> Sequence[Tool]:
         """What the policy may call; a call is answered without `step`."""
+        return ()
+
+    def screens(self) -> Sequence[RolloutReward]:
+        """The rewards that can tell rows of no use apart, before anything is sampled."""
         return ()
 
     def prepare(self) -> None:  # noqa: B027  # most environments need nothing

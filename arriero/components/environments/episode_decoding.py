@@ -26,17 +26,19 @@ from typing import TYPE_CHECKING, Any
 from arriero.components.chat import Chat, ChatMessage
 from arriero.components.environments.calls import Answer, Calls
 from arriero.components.environments.conversation import Conversation, Finish
-from arriero.components.environments.environment import Episode, Turn
+from arriero.components.environments.environment import Episode, Turn, Unscorable
 from arriero.components.environments.tools import Toolbox
 from arriero.components.group_decoding import published, request_seed
 from arriero.components.packing import check_vocabulary
 from arriero.components.policy import load_tokenizer
 from arriero.components.rollout_engine import Completion, Request, open_engine
+from arriero.components.verifiers.quarantine import Quarantine
 from arriero.components.verifiers.version import reward_version
 from arriero.engine.errors import UserError
-from arriero.engine.runtime.context import Context
+from arriero.engine.runtime.context import Context, entered
 from arriero.schemas.messages import (
     Dropped,
+    DropReason,
     Outcome,
     Prompt,
     Rollout,
@@ -78,7 +80,8 @@ class _Open:
     cut: bool = False  # the last turn ended at the limit of tokens
     finish: Finish = "stop"
     score: Score | None = None  # once it is over
-    refused: str = ""  # why it couldn't even begin
+    refused: str = ""  # why it couldn't even begin: too long, or
+    unscorable: bool = False  # of no use to anybody
     invalid: bool = False
 
 
@@ -104,6 +107,7 @@ class EpisodeDecoding:
         self._open: dict[str, _Open] = {}  # those that aren't over, by key
         self._ready: list[Request] = []  # turns that wait for the other answers of a deterministic run
         self._barren = 0
+        self._report = Quarantine()
 
     @property
     def version(self) -> int:
@@ -240,6 +244,12 @@ class EpisodeDecoding:
     # --- an episode is over -------------------------------------------------------------------------------
 
     def _failed(self, one: _Open, error: BaseException | None) -> None:
+        if isinstance(error, Unscorable):
+            one.refused, one.unscorable = f"quarantined: {error}"[:500], True
+            with entered(self._context):
+                self._report.tell([(one.prompt, str(error))])
+            self._over(one, score=Score(value=0.0, outcome=Outcome.WRONG))
+            return
         detail = f"{type(error).__name__}: {error}"[:300]
         self._context.count("episodes_error", 1)
         log.warning("episode %s: the environment failed: %s", one.key, detail, exc_info=error)
@@ -284,8 +294,9 @@ class EpisodeDecoding:
 
     def _finished(self, prompt_id: str) -> ScoredGroup | Dropped:
         group = self._groups.pop(prompt_id)
-        if refused := next((o.refused for o in group if o.refused), ""):
-            return Dropped(parent=prompt_id, reason="too_long", detail=refused)
+        if refused := next((o for o in group if o.refused), None):
+            reason: DropReason = "invalid" if refused.unscorable else "too_long"
+            return Dropped(parent=prompt_id, reason=reason, detail=refused.refused)
         valid = [o for o in group if not o.invalid]
         if invalid := len(group) - len(valid):
             self._context.count("invalid_rollouts", invalid)

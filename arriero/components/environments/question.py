@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.environments.environment import Environment, Episode, Tool, Turn
+from arriero.components.environments.environment import Environment, Episode, Tool, Turn, Unscorable
 from arriero.components.environments.tools import AnyTool, Python
 from arriero.components.rewards import (
     Code,
@@ -30,7 +30,7 @@ from arriero.components.rewards import (
 )  # fmt: skip
 from arriero.components.verifiers.canaries import refuse_blind, response
 from arriero.components.verifiers.program import sandbox_problem
-from arriero.components.verifiers.reward import InProcess, Isolated
+from arriero.components.verifiers.reward import InProcess, Isolated, RolloutReward
 from arriero.engine.errors import UserError
 from arriero.schemas.messages import Outcome, Prompt, Score
 
@@ -59,11 +59,14 @@ class Question(Environment):
 
     def reset(self, prompt: Prompt, *, seed: int) -> Episode:
         if why := self.reward.unscorable(prompt):
-            raise UserError(why)
+            raise Unscorable(why)
         return _Asked(self, prompt)
 
     def tools(self) -> Sequence[Tool]:
         return self.use
+
+    def screens(self) -> Sequence[RolloutReward]:
+        return self.reward.screens()
 
     def prepare(self) -> None:
         if isinstance(self.reward, Isolated):

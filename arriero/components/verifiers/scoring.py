@@ -8,13 +8,13 @@ import time
 from collections.abc import AsyncGenerator
 
 from arriero.components.verifiers.canaries import refuse_blind
-from arriero.components.verifiers.quarantine import quarantine
+from arriero.components.verifiers.quarantine import Quarantine
 from arriero.components.verifiers.reward import RolloutReward, Scorer
 from arriero.components.verifiers.version import reward_version
 from arriero.engine.errors import UserError
 from arriero.engine.runtime.context import count
 from arriero.engine.stream import Stream
-from arriero.schemas.messages import Dropped, Outcome, Prompt, RolloutGroup, Score, ScoredGroup
+from arriero.schemas.messages import Dropped, Outcome, RolloutGroup, Score, ScoredGroup
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +62,12 @@ class Desk:
         self._scored = self._blind = 0
         self._blind_since = 0.0
         self._unscorable: dict[int, str] = {}
-        self._reported: set[tuple[str, str, int]] = set()
+        self._report = Quarantine()
 
     async def answer(self, record: RolloutGroup) -> ScoredGroup | Dropped:
         """The scores in the order of the rollouts, or why the prompt is quarantined."""
         if why := await self._scorer.unscorable(record.prompt):
-            self._report(record.prompt, why)
+            self._report.tell([(record.prompt, why)])
             return Dropped(parent=record.id, reason="invalid", detail=f"quarantined: {why}"[:500])
         work = [asyncio.create_task(self._scorer.score(record.prompt, r)) for r in record.rollouts]
         try:
@@ -92,12 +92,6 @@ class Desk:
             else:
                 self._blind = 0
         return out
-
-    def _report(self, prompt: Prompt, why: str) -> None:
-        """A row in the report of the run, once, however often it is asked."""
-        if (row := (prompt.source, prompt.split, prompt.row)) not in self._reported:
-            self._reported.add(row)
-            quarantine([(prompt, why)])
 
     def end(self) -> None:
         """At the end of the stream. Raises UserError if no prompt could be scored."""

@@ -34,8 +34,8 @@ class SourceRunner(NodeRunner):
         self._gate = Gate(mine, steps(self.graph, tuple(w.producer for w in mine)))
         self.history = History(self.node.name, self.context.replica, self.broker, [self._gate.apply])
         component = self.node.component
-        has = mine and isinstance(component, HasEvaluation)
-        self._evaluation: Evaluation | None = component.evaluation() if has else None
+        self._evaluates = component if mine and isinstance(component, HasEvaluation) else None
+        self._evaluation: Evaluation | None = None
         self._evaluated = -1  # the last version for which held-out prompts were sent
         self._held_out_sent = 0
         self._last_held_out = 0  # the origin of the last held-out prompt
@@ -51,6 +51,8 @@ class SourceRunner(NodeRunner):
 
     async def _drive(self, streams: dict[str, Any]) -> None:
         gate = self._gate
+        if self._evaluates is not None:
+            self._evaluation = await self._evaluates.evaluation()
         self.clock.start()
         held_out = [a for a in self.history.admitted.values() if a.split == "eval"]
         self._held_out_sent = len(held_out)
