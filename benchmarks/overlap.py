@@ -15,8 +15,8 @@ cores; on a busy machine every hop waits for a core.
 
 `--placed together`: reward and batch component in one role, the edge between them in its process. `--awake`
 asks the kernel not to let idle cores halt meanwhile (/dev/cpu_dma_latency, as low-latency servers are set
-up; needs root). A virtual core that halts at once (guest_halt_poll_ns=0) may take longer to wake than a message
-takes through the broker, and each hop wakes three processes.
+up; needs root). A virtual core that halts at once (guest_halt_poll_ns=0) may take longer to wake than a
+message takes through the broker, and each hop wakes three processes.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ LIMIT = 0.03
 
 def run(name: str, staleness: int, stage_s: float, steps: int) -> Measured:
     """One run with two equal stages; prints its row."""
-    found = measure(staleness, stage_s, stage_s, steps + WARM_UP, GROUPS)
+    found = measure("apart", staleness, stage_s, stage_s, steps + WARM_UP, GROUPS)
     times = f"{found.ideal_ms:>9.1f} ms {found.step_ms:>9.1f} ms {found.ratio - 1:>+7.2%}"
     print(f"{name:>14} {staleness:>9} {times}", flush=True)
     return found
