@@ -29,6 +29,7 @@ USAGE = """\
 usage: arriero COMMAND ...
 
   run PIPELINE [--key value ...] [--config FILE.toml]    train; `run PIPELINE --help` lists every key
+  run --from RUN@STEP [--key value ...]                  another run from the weights of one, with its options
   run --resume RUN [--key value ...]                     go on with a run that was stopped, failed or finished
   eval MODEL|RUN [--data D] [--reward R] [--json]        pass@k of a model, or of the model that a run left
   check PIPELINE [the same] [--picture FILE] [--json]    check and show the graph; starts nothing
@@ -216,11 +217,15 @@ def _demo(args: list[str]) -> int:
 def _run(args: list[str]) -> int:
     if text := _wants_help("run", args):
         return _printed(lambda: text)
+    from arriero.launchers import branching
+
     resumes = any(word.partition("=")[0] == "--resume" for word in args)
     if resumes:
         from arriero.launchers.again import words_of
 
         args = words_of(args)
+    elif branching.branches(args):
+        args = branching.words_of(args)
     ready = _prepare(_pipeline("run", args), args[1:])
     if ready.options.picture or ready.options.json or ready.options.laws:
         raise UserError("--picture, --json and --laws belong to arriero check")

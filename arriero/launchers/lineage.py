@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -135,9 +135,17 @@ def _overview(index: Index, made_from: Sequence[Ancestor]) -> str:
             f"  rollouts  {about.rollouts} in {about.groups} groups{redacted}",
             f"  prompts   {about.admitted} admitted, {about.dropped} drops",
             f"  held out  {about.evaluated} evaluated",
-            *(f"  made from {a.took} of {a.run_id} in {a.run_dir} ({a.option})" for a in made_from),
+            *_family(made_from),
         ]
     )
+
+
+def _family(made_from: Sequence[Ancestor], indent: str = "  ") -> Iterator[str]:
+    """The runs that it was made from, and those that they were, as far as their directories are there."""
+    for a in made_from:
+        step = "" if a.step is None else f" at step {a.step}"
+        yield f"{indent}made from {a.took} of {a.run_id}{step} in {a.run_dir} ({a.option})"
+        yield from _family(ancestors(a.run_dir), indent + "  ")
 
 
 def _sql(index: Index, query: str, *, as_json: bool) -> str:

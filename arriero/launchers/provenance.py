@@ -30,6 +30,7 @@ from arriero.schemas.manifest import (
 )
 
 MASK = "***"
+BRANCHES = "branches"  # of a run directory: the models of versions that other runs have started from
 SECRET_NAME = re.compile(
     r"passw(or)?d|secret|credential|api[-_]?key|(access|private)[-_]?key"
     r"|(auth|access|bearer|api|hf|hub)[-_]?token",
@@ -137,19 +138,30 @@ def ancestors(config: JsonValue, option: str = "") -> Iterator[Ancestor]:
                 yield from ancestors(value, f"{option}.{number}")
         case str() if config and "\n" not in config and "://" not in config:
             directory = Path(config).resolve()
-            if directory.name == "model" and (directory.parent / "manifest.json").is_file():
-                yield _ancestor(option, directory.parent, "model", _model_sha256(directory))
+            run, step = _maker_of(directory)
+            if directory.name == "model" and (run / "manifest.json").is_file():
+                yield _ancestor(option, run, "model", _model_sha256(directory), step)
             elif (directory / "manifest.json").is_file() and (directory / "lineage").is_dir():
                 yield _ancestor(option, directory, "record", head_of(str(directory / "lineage")))
         case _:
             pass
 
 
-def _ancestor(option: str, run: Path, took: Literal["model", "record"], sha256: str) -> Ancestor:
+def _maker_of(model: Path) -> tuple[Path, int | None]:
+    """The run directory that a model directory lies in, and the step it is of: RUN/branches/STEP/model."""
+    outer = model.parent.parent
+    if outer.name == BRANCHES and model.parent.name.isdigit():
+        return outer.parent, int(model.parent.name)
+    return model.parent, None
+
+
+def _ancestor(
+    option: str, run: Path, took: Literal["model", "record"], sha256: str, step: int | None = None
+) -> Ancestor:
     made = RunManifest.model_validate_json((run / "manifest.json").read_bytes())
     return Ancestor(
         option=option, run_id=made.run_id, run_dir=str(run), pipeline=made.pipeline.function, sha256=sha256,
-        took=took,
+        took=took, step=step,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from arriero.engine.errors import UserError
 from arriero.launchers.lineage import text_table
 from arriero.launchers.rundir import RunDir
-from arriero.schemas.manifest import RunManifest
+from arriero.schemas.manifest import Ancestor, RunManifest
 from arriero.schemas.run import RunSummary
 
 USAGE = """\
@@ -62,7 +62,7 @@ def runs(args: Sequence[str], show: Callable[[str], int]) -> int:
     if as_json:
         return show(json.dumps([_summary(run) for run in found], indent=2, default=str))
     rows = [[_cell(v) for v in _summary(run).values()] for run in found]
-    names = ["run", "pipeline", "state", "steps", "reward", "accuracy", "started"]
+    names = ["run", "pipeline", "state", "steps", "reward", "accuracy", "started", "from"]
     return show(text_table(names, rows) if rows else _none(folder, where))
 
 
@@ -157,7 +157,12 @@ def _summary(run: Run) -> dict[str, JsonValue]:
         "reward": s.reward_last if s else None,
         "accuracy": s.accuracy_after if s else None,
         "started": f"{run.manifest.started:%Y-%m-%d %H:%M:%S}",
+        "from": ", ".join(_told(a) for a in run.manifest.ancestors),
     }
+
+
+def _told(a: Ancestor) -> str:
+    return a.run_id if a.step is None else f"{a.run_id}@{a.step}"
 
 
 def _cell(value: object) -> str:

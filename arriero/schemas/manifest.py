@@ -40,7 +40,8 @@ class PipelineSource(Message):
 class Ancestor(Message):
     """A run that this one starts from or learns from: `option` is the dotted key that names what it left.
 
-    `sha256` is of its model's safetensors, file by file; if it is its record, the head of the chain.
+    `sha256` is of its model's safetensors, file by file; if it is its record, the head of the chain. `step`:
+    the version whose weights they are; None: those that it ended with.
     """
 
     option: str
@@ -49,6 +50,7 @@ class Ancestor(Message):
     pipeline: str
     sha256: str
     took: Literal["model", "record"] = "model"
+    step: NonNegativeInt | None = None
 
 
 class InputFile(Message):
