@@ -83,15 +83,17 @@ def start_server(
     monitor_port: int | None = None,
     public: str = "",
     peers: Sequence[str] = (),
+    store: Path | None = None,
     timeout_s: float = 10.0,
 ) -> NatsServer:
     """Start a server that keeps its store, configuration and log in `folder`; returns when it listens.
 
     `port` 0 takes a free one, `token` "" makes one up. With `public`, the name by which other hosts reach
     this one, it listens on every address, with TLS. `peers` are the cluster addresses (host:port, its own
-    first) of the servers that it replicates with. A server started again with the same folder, port and
-    token goes on with what it had. It dies with the calling *thread* (Linux), so call from one that lives
-    as long as the run. Raises BrokerError naming port or log if it doesn't come up within `timeout_s`.
+    first) of the servers that it replicates with. `store` is another folder for the messages. A server
+    started again with the same folder, port and token goes on with what it had. It dies with the calling
+    *thread* (Linux), so call from one that lives as long as the run. Raises BrokerError naming port or log if
+    it doesn't come up within `timeout_s`.
     """
     token = token or secrets.token_urlsafe(32)
     if not re.fullmatch(r"[A-Za-z0-9_\-]{8,}", token):
@@ -102,7 +104,8 @@ def start_server(
     for stale in folder.glob("*.ports"):  # a killed server leaves its file behind
         stale.unlink()
     host = "0.0.0.0" if public else host
-    text = _config(folder, log, host, port, token, monitor_port)
+    monitor = "" if monitor_port is None else f'http: "{host}:{monitor_port or -1}"\n'
+    text = _config(folder, store or folder / "store", log, f"{host}:{port or -1}", token, monitor)
     if public:
         certificate = make_certificate(folder)
         key = certificate.with_name(KEY)
@@ -132,12 +135,11 @@ def start_server(
     return NatsServer(url=url, token=token, log=log, process=process)
 
 
-def _config(folder: Path, log: Path, host: str, port: int, token: str, monitor_port: int | None) -> str:
-    monitor = "" if monitor_port is None else f'http: "{host}:{monitor_port or -1}"\n'
+def _config(folder: Path, store: Path, log: Path, listen: str, token: str, monitor: str) -> str:
     return f"""\
-listen: {json.dumps(f"{host}:{port or -1}")}
+listen: {json.dumps(listen)}
 {monitor}authorization {{ token: {json.dumps(token)} }}
-jetstream {{ store_dir: {json.dumps(str(folder / "store"))}, max_file_store: 1TB, max_memory_store: 64GB }}
+jetstream {{ store_dir: {json.dumps(str(store))}, max_file_store: 1TB, max_memory_store: 64GB }}
 max_payload: {MAX_PAYLOAD_BYTES}
 max_pending: 256MB
 ping_interval: "5s"

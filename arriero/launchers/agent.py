@@ -31,7 +31,7 @@ from arriero.engine.nats import NatsBroker
 from arriero.launchers.child import Child
 from arriero.launchers.hub import TOKEN, wait_for_hub
 from arriero.launchers.parent import LAUNCHER, die_with_launcher
-from arriero.launchers.place import HOST, attempt, number, own_address
+from arriero.launchers.place import DEAF, HOST, attempt, number, own_address
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.crew import (
     CREW_LOG,
@@ -74,7 +74,7 @@ async def _serve(args: argparse.Namespace) -> int:
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     hub = await wait_for_hub(args.run_dir, bound_s=args.arrive_s, attempt=attempt())
-    own = {TOKEN: hub.token, LAUNCHER: str(os.getpid()), HOST: own_address()}
+    own = {TOKEN: hub.token, LAUNCHER: str(os.getpid()), HOST: own_address(), DEAF: "1"}
     environment = {**os.environ, **_secrets(args.secret), **own}
     program = ["-m", "arriero.launchers.role", "--run-dir", str(args.run_dir), "--role", args.role]
     program += ["--replica", str(replica)]

@@ -22,6 +22,7 @@ from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.messages import Message
 
 PLAN = "arriero"  # the plan in the metadata of a TorchX app
+BUNDLE_MOUNT = "/arriero"  # where pods find the code and the description of the run
 _NAME_CHARS = 40  # a pod's name, of at most 63, holds that of the job too
 
 
@@ -49,10 +50,12 @@ class Plan(Message):
     """All that a scheduler must know of a run; `places` begin with the hub.
 
     `code`: digest of what is shipped; `start`: the program that checks and unpacks it, as the nodes see it.
+    `description`: the folder here that the run is described in.
     """
 
     run_id: str
     run_dir: str
+    description: str
     start: str
     code: str
     profile: Profile
@@ -63,7 +66,9 @@ class Plan(Message):
         return self.profile.python or (sys.executable if self.profile.on == "slurm" else "python3")
 
 
-def plan(spec: GraphSpec, profile: Profile, *, run_id: str, run_dir: str, code: str, start: str = "") -> Plan:
+def plan(
+    spec: GraphSpec, profile: Profile, *, run_id: str, run_dir: str, description: Path, code: str
+) -> Plan:
     """Where the roles of `spec` go. Raises GraphError and UserError for what the cluster can't take."""
     places = [_place(HUB, HUB, profile, profile.hub, ())]
     names = {HUB: HUB}
@@ -79,8 +84,15 @@ def plan(spec: GraphSpec, profile: Profile, *, run_id: str, run_dir: str, code: 
         known = ", ".join(spec.roles)
         raise UserError(f"the profile has needs for {unknown[0]}, which is no role of {spec.name}: {known}")
     _refuse_one_host(spec, profile)
-    start = start or str(Path(run_dir) / FOLDER / "start.py")
-    return Plan(run_id=run_id, run_dir=run_dir, start=start, code=code, profile=profile, places=tuple(places))
+    folder = BUNDLE_MOUNT if profile.on == "kubernetes" else f"{run_dir}/{FOLDER}"
+    if profile.on == "kubernetes" and not all(p.image for p in places):
+        raise UserError(
+            "on Kubernetes a run needs an image with Python and torch: image = ... in the profile"
+        )
+    return Plan(
+        run_id=run_id, run_dir=run_dir, description=str(description), start=f"{folder}/start.py", code=code,
+        profile=profile, places=tuple(places),
+    )  # fmt: skip
 
 
 def scheduler_name(role: str) -> str:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from arriero.engine.broker import BrokerError
 from arriero.engine.claims import ClaimChecked
@@ -33,8 +35,9 @@ from arriero.schemas.run import RunOptions
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 CANCELLED = "cancelled"
+_SERVER_STARTS = 5
 _LEAVE_S = 5.0  # for roles that are told to leave, over a network; a scheduler's grace is 30 s or more
-_BUNDLE = ("graph.json", "options.json", "manifest.json")
+BUNDLE = ("graph.json", "options.json", "manifest.json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,12 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _settle(run, args.bundle)
         spec, options = run.read_graph(), run.read_options()
-        server = start_server(run.path / BROKER, public=own_address(), timeout_s=60)
-        try:
-            code = asyncio.run(_conduct(spec, options, run, server, hosts, args.log, args.arrive_s))
-        finally:
-            server.stop(timeout_s=2.0)
-            clean(run.path, options.run_id)
+        # The messages stay on this host: a file system of many hosts is slow, and doesn't map files.
+        with TemporaryDirectory(prefix="arriero-broker-") as store:
+            server = LastingServer(run.path / BROKER, Path(store))
+            try:
+                code = asyncio.run(_conduct(spec, options, run, server, hosts, args.log, args.arrive_s))
+            finally:
+                server.stop()
+                clean(run.path, options.run_id)
     except (UserError, BrokerError, OSError) as error:
         print(f"arriero: error: {error}", file=sys.stderr)
         return 2
@@ -66,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _settle(run: RunDir, bundle: Path | None) -> None:
     """The description of the run is in its directory, and what an earlier attempt left is out of the way."""
     run.path.mkdir(parents=True, exist_ok=True)
-    for name in _BUNDLE if bundle else ():
+    for name in BUNDLE if bundle else ():
         assert bundle is not None
         if not (run.path / name).exists():
             shutil.copyfile(bundle / name, run.path / name)
@@ -85,11 +90,45 @@ def _settle(run: RunDir, bundle: Path | None) -> None:
         folder.mkdir(exist_ok=True)
 
 
+class LastingServer:
+    """A broker that starts again when it ends: Slurm sends SIGTERM to every process of a job."""
+
+    def __init__(self, folder: Path, store: Path) -> None:
+        self._folder, self._store = folder, store
+        self._server = self._start(0, "")
+        self.url, self.token = self._server.url, self._server.token
+
+    async def last(self) -> None:
+        """Without end. Raises BrokerError when it doesn't come up again, or ends time after time."""
+        loop = asyncio.get_running_loop()
+        for _ in range(_SERVER_STARTS):
+            ended = asyncio.Event()
+            handle = os.pidfd_open(self._server.process.pid)
+            loop.add_reader(handle, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(handle)
+                os.close(handle)
+            self._server.process.wait()
+            self._server = self._start(self._server.port, self.token)
+        raise BrokerError(f"nats-server ended {_SERVER_STARTS} times; see {self._server.log}")
+
+    def stop(self) -> None:
+        self._server.stop(timeout_s=2.0)
+
+    def _start(self, port: int, token: str) -> NatsServer:
+        public = own_address()
+        return start_server(
+            self._folder, store=self._store, port=port, token=token, public=public, timeout_s=60
+        )  # fmt: skip
+
+
 async def _conduct(
     spec: GraphSpec,
     options: RunOptions,
     run: RunDir,
-    server: NatsServer,
+    server: LastingServer,
     hosts: dict[str, int],
     log: str,
     arrive_s: float,
@@ -101,6 +140,7 @@ async def _conduct(
             crew = RemoteCrew(spec, link, hosts, log)
             conductor = Conductor(spec, options, run, LaunchOptions(), crew)
             conductor.supervisor.watch(crew.follow())
+            conductor.supervisor.watch(server.last())
 
             async def work() -> None:
                 here = HubAddress(url=server.url, token=server.token, attempt=attempt())

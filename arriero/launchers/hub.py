@@ -41,6 +41,7 @@ from arriero.schemas.run import RunOptions
 TOKEN = "ARRIERO_TOKEN"
 HUB_FILE = "hub.json"
 BROKER = "broker"
+CLAIMS = "claims"  # large payloads of a run on several hosts
 
 
 class HubAddress(Message):
@@ -114,6 +115,7 @@ def clean(run_dir: Path, run_id: str) -> None:
     (run_dir / BROKER / "nats-server.conf").unlink(missing_ok=True)
     shutil.rmtree(run_dir / BROKER / "store", ignore_errors=True)
     FolderStore.in_memory(run_id).destroy()
+    shutil.rmtree(run_dir / CLAIMS, ignore_errors=True)
     # As arriero.engine.weights.destroy for every loop, without importing torch for it.
     for segment in Path("/dev/shm").glob(f"arriero-arriero-{run_id}-*"):
         segment.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from arriero.launchers.profile import Cluster, Profile, read_profile
 
 if TYPE_CHECKING:
     from arriero.launchers.cluster import Plan
-    from arriero.launchers.preparing import Ready
+    from arriero.launchers.preparing import Begun, Ready
 
 USAGE = """\
 usage: arriero status [RUN] [--on slurm|kubernetes] [--json]    state of a run; without RUN, all jobs there
@@ -39,14 +39,9 @@ def chosen(ready: Ready) -> Profile:
 
 def run(ready: Ready, argv: list[str]) -> int:
     """Submit; with `--wait`, show what the run says until it is over. The exit code, then that of the run."""
-    profile, code = chosen(ready), preparing.pack(ready)
-    preparing.placed(
-        ready, profile, preparing.unbegun(ready, profile), code
-    )  # refused before anything is made
-    begun = preparing.begin(ready, argv, profile, code)
-    plan = preparing.placed(ready, profile, begun, code)
-    job = jobs.submit(plan, begun.run)
-    run = begun.run.path
+    made, plan = begun(ready, argv)
+    job = jobs.submit(plan, made.run)
+    run = made.run.path
     print(f"arriero: run directory {run}", file=sys.stderr)
     print(
         f"arriero: submitted as {job.handle}; arriero status|logs|cancel {run}", file=sys.stderr, flush=True
@@ -55,6 +50,14 @@ def run(ready: Ready, argv: list[str]) -> int:
         print(job.handle)
         return 0
     return jobs.follow(job, lambda line: print(line, flush=True))
+
+
+def begun(ready: Ready, argv: list[str]) -> tuple[Begun, Plan]:
+    """The run directory, made, and what is to be submitted. Raises UserError before anything is made."""
+    profile, code = chosen(ready), preparing.pack(ready)
+    preparing.placed(ready, profile, preparing.unbegun(ready, profile), code)
+    made = preparing.begin(ready, argv, profile, code)
+    return made, preparing.placed(ready, profile, made, code)
 
 
 def check(ready: Ready, out: IO[str]) -> None:

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ from arriero.launchers.rundir import RunDir, read_json, write_json
 from arriero.schemas.messages import Message
 
 JOB_FILE = "job.json"
+GOING = ("SUBMITTED", "PENDING", "RUNNING", "UNKNOWN")  # TorchX's states of what isn't over
+_SETTLE_S = 60.0
 
 
 class Job(Message):
@@ -143,23 +146,36 @@ def running(job: Job) -> bool:
     if job.on == "local":
         return local_process(job) is not None
     described = scheduler(job.on).describe(job.app_id)
-    return described is not None and described.state.name in ("SUBMITTED", "PENDING", "RUNNING", "UNKNOWN")
+    return described is not None and described.state.name in GOING
 
 
 def follow(job: Job, show: Callable[[str], object]) -> int:
     """Show what the hub says until the run is over; the exit code of the run."""
-    for line in log_lines(job, "hub-0", follow=True):
-        show(line.rstrip("\n"))
-    return exit_code(job)
+    while True:
+        for line in log_lines(job, "hub-0", follow=True):
+            show(line.rstrip("\n"))
+        described = _settled(job)
+        if described is None or described.state.name not in GOING:
+            return exit_code(described)
 
 
-def exit_code(job: Job) -> int:
+def exit_code(described: DescribeAppResponse | None) -> int:
     """Of a run that is over: 0 if it finished; that of the hub where the scheduler tells it; else 1."""
-    described = scheduler(_cluster(job)).describe(job.app_id)
     if described is None or described.state.name == "SUCCEEDED":
         return 0 if described else 1
     told = re.search(r"exit code (\d+)", described.msg)
     return int(told[1]) or 1 if told else 1
+
+
+def _settled(job: Job) -> DescribeAppResponse | None:
+    """The state of a run whose hub has ended, when it is over; one that starts again takes its time."""
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        described = scheduler(_cluster(job)).describe(job.app_id)
+        going = described is not None and described.state.name in GOING
+        if not going or time.monotonic() > deadline:
+            return described
+        time.sleep(1.0)
 
 
 def _cluster(job: Job) -> Cluster:

@@ -7,6 +7,7 @@ import socket
 
 HOST = "ARRIERO_HOST"  # the address of this host, where the job's description sets it
 ATTEMPT = "ARRIERO_ATTEMPT"
+DEAF = "ARRIERO_DEAF"  # a role that an agent started: SIGTERM, which Slurm sends to all, is for the hub
 
 
 def own_address() -> str:

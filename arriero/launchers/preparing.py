@@ -67,6 +67,7 @@ def begin(ready: Ready, argv: list[str], profile: Profile | None = None, code: C
     """
     from arriero.launchers import provenance
     from arriero.launchers.content_hashes import content_hashes
+    from arriero.launchers.hub import CLAIMS
 
     given, name, now = ready.options, ready.pipeline.name, datetime.now(UTC)
     here, seen_as = _places(name, given.run_dir, now, profile)
@@ -80,7 +81,7 @@ def begin(ready: Ready, argv: list[str], profile: Profile | None = None, code: C
         restarts=given.restarts,
         record=given.record,
         record_url=given.record_url,
-        claims_url=f"file://{seen_as}/claims" if profile else "",
+        claims_url=f"file://{seen_as}/{CLAIMS}" if profile else "",
     )
     manifest = provenance.manifest(
         run_id=options.run_id, pipeline=ready.pipeline, spec=ready.spec, config=ready.config,
@@ -115,7 +116,8 @@ def placed(ready: Ready, profile: Profile, begun: Begun, code: Code) -> Plan:
     from arriero.launchers.cluster import plan
 
     return plan(
-        ready.spec, profile, run_id=begun.options.run_id, run_dir=begun.seen_as, code=code.digest
+        ready.spec, profile, run_id=begun.options.run_id, run_dir=begun.seen_as, description=begun.run.path,
+        code=code.digest,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from arriero.launchers.parent import die_with_launcher
+from arriero.launchers.place import DEAF, attempt
 
 _HUB_BOUND_S = 60.0
 
@@ -19,6 +21,8 @@ _HUB_BOUND_S = 60.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 when the role's nodes ended or the run was stopped, 2 for a mistake of the user, else 1."""
     die_with_launcher()
+    if os.environ.get(DEAF):
+        signal.signal(signal.SIGTERM, lambda *_: None)  # a handler isn't inherited by what we start
     parser = argparse.ArgumentParser(prog="arriero.launchers.role")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--role", required=True)
@@ -45,7 +49,6 @@ async def _run(run_dir: Path, role: str, replica: int) -> None:
     from arriero.engine.nats import NatsBroker
     from arriero.engine.runtime.role import Stopped, run_role
     from arriero.launchers.hub import TOKEN, claim_store, wait_for_hub
-    from arriero.launchers.place import attempt
     from arriero.launchers.rundir import RunDir
 
     run = RunDir(run_dir)

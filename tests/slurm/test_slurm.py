@@ -1,0 +1,232 @@
+"""The toy graph on a real Slurm, through the command: what goes well, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.run import RunSummary
+from tests.slurm.cluster import missing, slurm
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = str(ROOT / "tests" / "cluster" / "toy_run.py")
+LONG = ("--steps", "100000")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.timeout(150),
+]
+
+PROFILE = """\
+[profile.slurm]
+requeues = 1
+hub = { cpus = 1, memory_mb = 500 }
+[profile.slurm.roles]
+generator = { apart = true, gpus = 1 }
+trainer = { apart = true }
+[profile.slurm.slurm]
+time = "10"
+
+[profile.packed]
+hub = { cpus = 1, memory_mb = 500 }
+[profile.packed.slurm]
+mode = "packed"
+nodes = 2
+
+[profile.nowhere]
+[profile.nowhere.slurm]
+partition = "nowhere"
+"""
+
+
+class Cluster:
+    """The command on a login node of the cluster; every run has a directory of its own."""
+
+    def __init__(self, environment: dict[str, str], folder: Path) -> None:
+        self.environment, self.folder = environment, folder
+        self.runs = 0
+
+    def arriero(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "arriero", *words]
+        environment = {**self.environment, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+
+    def submit(self, *words: str, profile: str = "slurm") -> Run:
+        self.runs += 1
+        path = self.folder / f"run{self.runs}"
+        where = ["--on", "slurm", "--profile", profile, "--run-dir", str(path)]
+        done = self.arriero("run", PIPELINE, *where, *words)
+        assert done.returncode == 0, done.stderr
+        return Run(self, path, done.stdout.strip())
+
+
+class Run:
+    def __init__(self, cluster: Cluster, path: Path, handle: str) -> None:
+        self.cluster, self.path, self.handle = cluster, path, handle
+
+    @property
+    def summary(self) -> RunSummary:
+        return RunDir(self.path).read_summary()
+
+    def log(self, name: str) -> str:
+        file = self.path / "logs" / f"{name}.log"
+        return file.read_text() if file.exists() else ""
+
+    def job(self) -> dict[str, str]:
+        words = ["scontrol", "show", "job", "-o", self.handle.removeprefix("slurm://")]
+        text = subprocess.run(
+            words, env=self.cluster.environment, capture_output=True, text=True, check=True
+        ).stdout
+        return dict(re.findall(r"(\S+?)=(\S*)", text.splitlines()[0]))
+
+    def over(self, timeout_s: float = 60.0) -> dict[str, str]:
+        """The job, when it has ended."""
+        self.until(lambda: self.job()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), timeout_s)
+        return self.job()
+
+    def steps(self) -> int:
+        metrics = self.path / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if all(word in line for word in (str(self.path), *words)):
+                found.append(process)
+        return found
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            logs = {p.name: p.read_text()[-2000:] for p in (self.path / "logs").glob("*.log")}
+            assert time.monotonic() < deadline, f"nothing happened for so long: {json.dumps(logs, indent=1)}"
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm(folder / "daemons") as environment:
+        (folder / "arriero.toml").write_text(PROFILE)
+        (folder / "tests").symlink_to(ROOT / "tests")
+        yield Cluster(environment, folder)
+
+
+def test_a_run_succeeds_on_several_nodes_and_is_known_from_elsewhere(cluster: Cluster) -> None:
+    run = cluster.submit("--text-bytes", "300000")  # groups of 600 kB: by claim check, between nodes
+    job = run.over()
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), run.log("hub-0")
+    assert run.summary.state == "finished"
+    assert run.summary.steps == 3
+    nodes = subprocess.run(
+        ["scontrol", "show", "job", "-o", run.handle.removeprefix("slurm://")],
+        env=cluster.environment, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert len({*re.findall(r"NodeList=(n\d)", nodes)}) == 3
+    status = cluster.arriero("status", str(run.path), "--json")
+    told = json.loads(status.stdout)
+    assert (status.returncode, told["state"], told["steps"]) == (0, "finished", 3)
+    assert told["replicas"]["generator"] == ["succeeded n2"] * 2
+    assert "finished after 3 steps" in cluster.arriero("logs", run.handle).stdout
+    assert run.handle in cluster.arriero("status", "--on", "slurm").stdout
+    # What was shipped ran, not what is installed, and the manifest says which.
+    manifest = RunDir(run.path).read_manifest()
+    code = run.path / "ship" / "code.json"
+    assert manifest.shipped_sha256
+    assert (run.path / "claims").exists() is False
+    assert code.exists()
+
+
+def test_an_error_of_a_generator_ends_the_job_with_its_code_and_traceback(cluster: Cluster) -> None:
+    run = cluster.submit("--fault", "raise", *LONG)
+    job = run.over()
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "1:0")
+    assert "ZeroDivisionError: the toy breaks as it was told to" in run.log("hub-0")
+    status = cluster.arriero("status", str(run.path))
+    assert status.returncode == 1
+    assert "ZeroDivisionError" in status.stdout
+
+
+def test_a_mistake_of_the_user_ends_the_job_with_code_2(cluster: Cluster) -> None:
+    run = cluster.submit("--fault", "user", *LONG)
+    assert run.over()["ExitCode"] == "2:0"
+    assert "arriero: error: the toy has no model; pass --model PATH" in run.log("hub-0")
+
+
+def test_a_killed_generator_starts_again_and_the_others_go_on(cluster: Cluster) -> None:
+    run = cluster.submit("--steps", "60")
+    run.until(lambda: run.steps() >= 2)
+    trainer = {p.pid for p in run.processes("launchers.role", "--role trainer")}
+    next(iter(run.processes("launchers.role", "--role generator", "--replica 0"))).kill()
+    assert run.over()["ExitCode"] == "0:0"
+    assert run.summary.restarts == {"generator-0": 1}
+    assert len(trainer) == 1
+
+
+def test_a_cancelled_run_ends_in_order_and_does_not_come_back(cluster: Cluster) -> None:
+    run = cluster.submit(*LONG)
+    run.until(lambda: run.steps() >= 2)
+    assert cluster.arriero("cancel", str(run.path)).returncode == 0
+    assert run.over()["JobState"] == "CANCELLED"
+    run.until((run.path / "summary.json").exists, 15)
+    assert run.summary.state == "stopped"
+    assert cluster.arriero("status", str(run.path)).returncode == 1
+    time.sleep(1.0)
+    assert run.job()["Restarts"] == "0"
+    run.until(lambda: not run.processes("arriero.launchers"), 15)
+
+
+def test_a_preempted_run_is_requeued_and_runs_to_its_end(cluster: Cluster) -> None:
+    run = cluster.submit("--steps", "40")
+    run.until(lambda: run.steps() >= 2)
+    # As Slurm does before it takes the nodes away: SIGTERM to all tasks, not to the script.
+    number = run.handle.removeprefix("slurm://")
+    subprocess.run(["scancel", "--signal=TERM", number], env=cluster.environment, check=True)
+    run.until(lambda: run.job()["Restarts"] == "1", 60)
+    assert run.over(90)["JobState"] == "COMPLETED"
+    assert (run.path / "attempts" / "1" / "ledger.jsonl").exists()
+    assert run.summary.state == "finished"
+
+
+def test_a_run_whose_hub_is_killed_is_requeued(cluster: Cluster) -> None:
+    run = cluster.submit("--steps", "40")
+    run.until(lambda: run.steps() >= 2)
+    (hub,) = (p for p in run.processes("-m arriero.launchers.conduct"))
+    hub.kill()
+    run.until(lambda: run.job()["Restarts"] == "1", 60)
+    assert run.over(90)["JobState"] == "COMPLETED"
+    assert run.summary.state == "finished"
+
+
+def test_all_roles_fit_into_one_allocation(cluster: Cluster) -> None:
+    run = cluster.submit("--ranks", "2", profile="packed")
+    job = run.over()
+    assert (job["JobState"], job["NumNodes"]) == ("COMPLETED", "2"), run.log("hub-0")
+    assert "HetJobId" not in job
+
+
+def test_what_sbatch_refuses_is_one_line_with_the_remedy(cluster: Cluster) -> None:
+    where = ["--on", "slurm", "--profile", "nowhere", "--run-dir", str(cluster.folder / "refused")]
+    done = cluster.arriero("run", PIPELINE, *where)
+    assert done.returncode == 2
+    told = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(told) == 1
+    assert "invalid partition specified: nowhere" in told[0]
+    assert "slurm.partition of the profile" in told[0]

@@ -1,0 +1,163 @@
+"""The toy graph on Kubernetes: through the real client, against a stand-in for API server and Volcano."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("kubernetes", reason="pip install 'arriero[kubernetes]'")
+pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+
+from arriero.launchers.rundir import RunDir
+from tests.cluster.api_server import ApiServer, Pod, Stored
+
+ROOT = Path(__file__).parents[1]
+PIPELINE = str(ROOT / "tests" / "cluster" / "toy_run.py")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+
+class Cluster:
+    """The command on a machine whose kubeconfig names the stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs = folder, folder / "runs"
+        self.runs.mkdir()
+        (folder / "tests").symlink_to(ROOT / "tests")
+        (folder / "arriero.toml").write_text(f"""\
+[profile.kubernetes]
+image = "registry.example/arriero:0.1"
+python = "{sys.executable}"
+run_root = "{self.runs}"
+mounts = ["arriero-runs:{self.runs}"]
+hub = {{ cpus = 1, memory_mb = 500 }}
+kubernetes = {{ namespace = "rl" }}
+""")
+        (folder / "pods").mkdir()
+        self.api = ApiServer(folder / "pods")
+
+    def arriero(self, *words: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "KUBECONFIG": str(self.api.kubeconfig), "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [sys.executable, "-m", "arriero", *words],
+            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    def submit(self, *words: str) -> str:
+        """The handle."""
+        done = self.arriero("run", PIPELINE, "--on", "kubernetes", *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def job(self) -> Stored:
+        (job,) = self.api.jobs.values()
+        return job
+
+    def pod(self, name: str) -> Pod:
+        self.until(lambda: self.job().pods)
+        return next(p for p in self.job().pods if p.name.endswith(name))
+
+    @property
+    def run(self) -> RunDir:
+        (path,) = self.runs.iterdir()
+        return RunDir(path)
+
+    def steps(self) -> int:
+        found = list(self.runs.glob("*/metrics.jsonl"))
+        return len(found[0].read_text().splitlines()) if found else 0
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            logs = {p.name: p.read_text()[-1500:] for p in (self.folder / "pods").glob("*.log")}
+            assert time.monotonic() < deadline, json.dumps(logs, indent=1)
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    found = Cluster(tmp_path)
+    try:
+        yield found
+    finally:
+        found.api.close()
+
+
+def test_a_run_is_waited_for_shown_and_known_afterwards(cluster: Cluster) -> None:
+    done = cluster.arriero("run", PIPELINE, "--on", "kubernetes", "--wait", "--text-bytes", "300000")
+    assert done.returncode == 0, done.stderr
+    assert "finished after 3 steps" in done.stdout
+    assert cluster.run.read_summary().state == "finished"
+    ((namespace, name),) = cluster.api.jobs
+    handle = f"kubernetes://{namespace}:{name}"
+    told = json.loads(cluster.arriero("status", handle, "--json").stdout)
+    assert (told["state"], told["detail"]) == ("finished", "Completed, exit code 0")
+    assert told["replicas"]["generator"] == ["succeeded node"] * 2
+    assert "finished after 3 steps" in cluster.arriero("logs", handle).stdout
+    assert cluster.arriero("status", "--on", "kubernetes").returncode == 0
+
+
+def test_an_error_of_a_generator_ends_the_job_with_its_code(cluster: Cluster) -> None:
+    words = ("--on", "kubernetes", "--wait", "--fault", "user", "--steps", "100000")
+    done = cluster.arriero("run", PIPELINE, *words)
+    assert done.returncode == 2
+    assert "the toy has no model; pass --model PATH" in done.stdout
+    assert cluster.job().phase == "Terminated"
+
+
+def test_a_container_that_is_killed_starts_again_and_the_run_goes_on(cluster: Cluster) -> None:
+    cluster.submit("--steps", "80")
+    cluster.until(lambda: cluster.steps() >= 2)
+    generator = cluster.pod("generator-0")
+    assert generator.process is not None
+    generator.process.kill()  # the agent, and with it what it has started
+    cluster.until(lambda: cluster.job().phase == "Completed")
+    assert generator.restarts == 1
+    assert cluster.run.read_summary().restarts == {"generator-0": 1}
+
+
+def test_a_cancelled_run_stops_in_order(cluster: Cluster) -> None:
+    handle = cluster.submit("--steps", "100000")
+    cluster.until(lambda: cluster.steps() >= 2)
+    assert cluster.arriero("cancel", handle).returncode == 0
+    cluster.until(lambda: all(p.code() is not None for p in cluster.job().pods), 30)
+    assert cluster.run.read_summary().state == "stopped"
+    assert cluster.arriero("status", handle).returncode == 1
+
+
+def test_an_evicted_hub_restarts_the_job_which_runs_to_its_end(cluster: Cluster) -> None:
+    cluster.submit("--steps", "40")
+    cluster.until(lambda: cluster.steps() >= 2)
+    hub = cluster.pod("hub-0")
+    assert hub.process is not None
+    hub.process.send_signal(signal.SIGTERM)
+    cluster.until(lambda: cluster.job().retries == 1)
+    cluster.until(lambda: cluster.job().phase == "Completed")
+    assert (cluster.run.path / "attempts" / "1" / "ledger.jsonl").exists()
+    assert cluster.run.read_summary().state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "remedy"),
+    [
+        (403, "jobs.batch.volcano.sh is forbidden: User x cannot create resource", "ask for the right"),
+        (404, "the server could not find the requested resource", "is Volcano installed"),
+    ],
+)
+def test_what_the_server_refuses_is_one_line_with_the_remedy(
+    code: int, message: str, remedy: str, cluster: Cluster
+) -> None:
+    cluster.api.refuse = (code, message)
+    done = cluster.arriero("run", PIPELINE, "--on", "kubernetes")
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if "error" in line)
+    assert message in line
+    assert remedy in line
