@@ -63,6 +63,10 @@ class NatsLease:
     def deliveries(self) -> int:
         return self._deliveries
 
+    def left_s(self, now: float) -> float:
+        """Seconds until the lease runs out, as far as this process knows."""
+        return self._until - now
+
     def extended(self, now: float) -> None:
         """The server was told at time `now` (monotonic)."""
         self._until = now + self.lease_s

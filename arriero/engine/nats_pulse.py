@@ -18,6 +18,7 @@ from arriero.engine.broker import BrokerError
 from arriero.engine.nats_link import Link
 
 _log = logging.getLogger(__name__)
+_EXTEND_BELOW = 2 / 3  # of a lease: a batch component holds hundreds, and each extension is a message
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
@@ -32,6 +33,7 @@ class Extendable(Protocol):
 
     @property
     def lease_s(self) -> float: ...
+    def left_s(self, now: float) -> float: ...
     def extended(self, now: float) -> None: ...
 
 
@@ -85,7 +87,7 @@ class Pulse:
         now = time.monotonic()
         held = dict(self._held)
         for reply, lease in held.items():
-            if await link.publish(reply, b"+WPI"):
+            if lease.left_s(now) < _EXTEND_BELOW * lease.lease_s and await link.publish(reply, b"+WPI"):
                 lease.extended(now)
         try:
             payload = self._state()

@@ -27,6 +27,7 @@ from arriero.schemas.run import RoleStatus, RunOptions
 
 _log = logging.getLogger(__name__)
 _PEER_S = 5.0
+_LAG_S = 0.5  # between two looks at the event loop; a heartbeat a second says what they saw
 LINEAGE = "lineage"  # the folder of the run directory that holds the record
 _SAY_S = 5.0  # for the last words of a node that failed
 
@@ -210,7 +211,7 @@ class _LoopLag:
     async def measure(self) -> None:
         while True:
             self._seen = time.monotonic()
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(_LAG_S)
 
     def now(self) -> float:
-        return max(time.monotonic() - self._seen - 0.1, 0.0)
+        return max(time.monotonic() - self._seen - _LAG_S, 0.0)
