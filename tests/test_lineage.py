@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,27 @@ def test_a_torn_tail_is_cut_to_the_last_whole_commit(tmp_path: Path, cut: int) -
     assert [encode(lineage.group(scored_group(k).id)) for k in range(5)] == [
         encode(scored_group(k)) for k in range(5)
     ]
+
+
+def test_a_commit_that_returned_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+
+    def spy(handle: int, sync: Callable[[int], None] = os.fsync) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{handle}").readlink()).removesuffix(".part"))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    writer = LineageWriter(str(tmp_path / "record"), OPENED)
+    for k in range(2):
+        synced.clear()
+        began = time.time_ns()
+        group = scored_group(k)
+        writer.commit([Seen("reward", group), Seen("advantage", batch_of_groups([group]))])
+        changed = [p for p in (tmp_path / "record").rglob("*") if p.stat().st_mtime_ns >= began]
+        # What zarr says of a group of arrays isn't needed to read them.
+        groups = {p for p in changed if p.name == "zarr.json" and not (p.parent / "c").is_dir()}
+        assert {str(p) for p in changed if p not in groups} <= {*synced}
+        assert synced[-1].endswith(".jsonl")
 
 
 def test_a_changed_byte_before_the_tail_is_no_torn_tail(tmp_path: Path) -> None:

@@ -1,9 +1,14 @@
-"""Files at a fsspec URL, as far as the record needs them."""
+"""Files at a fsspec URL, as far as the record needs them.
+
+On a local disk what `write` and `append` were given stands there when they return (fsync); the names of new
+files do after `settle`. A store of objects has them when it says so.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 
@@ -18,6 +23,7 @@ class Files:
         protocol: Any = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
         self.local = "file" in protocols
+        self._changed: set[Path] = set()  # folders with names that may be in memory only
 
     def names(self, ending: str) -> list[str]:
         """In order; none where there is no folder."""
@@ -38,16 +44,43 @@ class Files:
             return
         part = Path(f"{path}.part")
         try:
-            part.write_bytes(data)
+            _write(part, "wb", data)
         except FileNotFoundError:
+            made = [folder for folder in part.parents if not folder.exists()]
             part.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(data)
+            self._changed.update(folder.parent for folder in made)
+            _write(part, "wb", data)
         part.replace(path)
+        self._changed.add(part.parent)
 
     def append(self, name: str, data: bytes) -> None:
         """To a file that is there already; only where files are `local`."""
-        with Path(f"{self.root}/{name}").open("ab") as file:
-            file.write(data)
+        _write(Path(f"{self.root}/{name}"), "ab", data)
+
+    def made(self, folder: str) -> None:
+        """Somebody else has made this folder; its name and those above it go with the next `settle`."""
+        path = Path(f"{self.root}/{folder}")
+        if self.local:
+            self._changed.update(
+                (path, *(p for p in path.parents if p.is_relative_to(Path(self.root).parent)))
+            )
+
+    def settle(self) -> None:
+        """Make the names of all files that were written last, whatever happens to the machine."""
+        for folder in self._changed:
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        self._changed.clear()
 
     def remove(self, name: str) -> None:
         self._fs.rm_file(f"{self.root}/{name}")
+
+
+def _write(path: Path, mode: Literal["wb", "ab"], data: bytes) -> None:
+    with path.open(mode) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

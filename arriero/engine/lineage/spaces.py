@@ -57,6 +57,10 @@ class Spaces:
         self.ends[space] = Place(part=part, start=number * chunk, size=size)
         return part, number * chunk
 
+    def settle(self) -> None:
+        """What was appended lasts, whatever happens to the machine."""
+        self._files.settle()
+
     def read(self, space: str, place: Place, *names: str) -> dict[str, npt.NDArray[Any]]:
         """The arrays `names` of `space` at `place`, read-only. Raises KeyError if they aren't there."""
         found: dict[str, npt.NDArray[Any]] = {}
@@ -132,6 +136,7 @@ class Spaces:
                 overwrite=True,
             )
             self._metadata.pop(f"{part}/{name}", None)
+            self._files.made(f"{part}/{name}")
 
     def _store(self) -> Any:
         storage: Any = import_module("zarr.storage")

@@ -113,6 +113,7 @@ class LineageWriter:
         return self.anchor
 
     def _write(self, entries: Sequence[Entry]) -> None:
+        self._spaces.settle()
         self._chain.commit(entries, Committed(ends=self._spaces.ends))
 
     def _remember(self, entry: Entry) -> None:
