@@ -25,6 +25,7 @@ from arriero.components.losses import (
     KTO,
     M2PO,
     SAPO,
+    VMPO,
     ClippedPolicyGradient,
     CrossEntropy,
     Custom,
@@ -63,6 +64,7 @@ LOSSES: list[Loss] = [
     GSPO(low=0.2, high=0.3, advantage="sequence_mean"),
     M2PO(),
     SAPO(),
+    VMPO(),
     ClippedPolicyGradient(),
     ClippedPolicyGradient(high=0.28, dual_clip=3.0),
     CrossEntropy(),
@@ -225,9 +227,22 @@ class Misspelt(Reinforce):
 
 def test_an_unknown_need_is_refused_with_those_there_are() -> None:
     with pytest.raises(
-        ValueError, match=r"Misspelt needs \['refrence'\]; there are proximal, reference, entropy"
+        ValueError, match=r"Misspelt needs \['refrence'\]; there are proximal, reference, entropy, multiplier"
     ):
         facts(Misspelt())
+
+
+class Forgetful(Reinforce):
+    """Needs a multiplier and doesn't say how it is learned."""
+
+    needs = frozenset({"multiplier"})
+
+
+def test_a_multiplier_that_nothing_learns_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="Forgetful needs a multiplier; give it `multiplier` and `relearned`"
+    ):
+        facts(Forgetful())
 
 
 def test_a_function_of_a_file_goes_through_the_serialised_graph_as_a_loss() -> None:

@@ -25,6 +25,7 @@ from arriero.components.losses import (
     GSPO,
     M2PO,
     SAPO,
+    VMPO,
     Aggregation,
     ClippedPolicyGradient,
     CrossEntropy,
@@ -147,6 +148,25 @@ def test_what_m2po_leaves_out_of_a_sequence_doesnt_depend_on_others_in_float32()
     )
     logprobs_T = torch.tensor([1000.0, 1000.0, 0.2005, 0.19])
     assert M2PO(second_moment=0.0385).clipped(logprobs_T, single).tolist() == [True, True, False, False]
+
+
+def test_vmpo_weighs_the_divergence_by_its_multiplier() -> None:
+    tokens = replace(packed([math.log(0.5), math.log(0.5)], [0.0, 2.0]), multiplier=3.0)
+    losses, gradients = gradient_of(VMPO(), [math.log(0.25), math.log(0.5)], tokens)
+    # KL 0.5 - 1 + log 2 of the first token, whose ratio is 1/2; the second one is where it was.
+    assert losses == pytest.approx([3 * (math.log(2) - 0.5), -2 * math.log(0.5)])
+    assert gradients == pytest.approx([3 * (0.5 - 1), -2.0])
+    with pytest.raises(ValueError, match="needs a multiplier"):
+        VMPO()(torch.zeros(1), packed([0.0], [1.0]))
+
+
+def test_the_multiplier_of_vmpo_rises_beyond_the_bound_and_falls_within() -> None:
+    loss = VMPO(eps_kl=0.02, rate=0.1)
+    assert loss.relearned(2.0, 0.02) == 2.0
+    assert loss.relearned(2.0, 0.06) == pytest.approx(2 * math.exp(0.2))
+    assert loss.relearned(2.0, 0.0) == pytest.approx(2 * math.exp(-0.1))
+    assert loss.relearned(2.0, 1e9) == pytest.approx(2 * math.e)
+    assert loss.relearned(1e-8, 0.0) == 1e-8
 
 
 def test_decoupled_ppo_with_the_behaviour_as_proximal_policy_is_ppo() -> None:

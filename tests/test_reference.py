@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from arriero.components.losses import AIPO, DPO, DecoupledPPO, ImportanceWeight, WithKL
+from arriero.components.losses import AIPO, DPO, VMPO, DecoupledPPO, ImportanceWeight, WithKL
 from arriero.components.policy import load_policy
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.trainer import Trainer
@@ -63,6 +63,7 @@ async def test_a_reference_with_a_smaller_vocabulary_is_refused(tmp_path: Path) 
             Trainer(model="m", loss=DecoupledPPO(weight=ImportanceWeight()), steps=1),
             "set minibatches or epochs above 1",
         ),
+        (Trainer(model="m", loss=VMPO(), steps=1), "set minibatches or epochs above 1"),
     ],
 )
 def test_what_a_loss_asks_for_and_does_not_get_is_a_problem(trainer: Trainer, problem: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from arriero.components.losses import (
     AIPO,
     DPO,
+    VMPO,
     DecoupledPPO,
     ImportanceWeight,
     WithEntropy,
@@ -114,6 +115,32 @@ def test_a_penalty_needs_reference_logprobs_and_holds_the_policy_near_them() -> 
         fixed = np.concatenate([s.reference[s.mask] for s in batch.samples if s.reference is not None])
         moved.append(float((logprobs - torch.from_numpy(fixed)).square().mean()))
     assert moved[1] < 0.5 * moved[0]
+
+
+def test_a_learned_multiplier_holds_the_policy_near_who_sampled_and_is_checkpointed() -> None:
+    model = tiny_llama(scale=5.0)
+
+    def fresh(sample: Sample) -> Sample:
+        logprobs = np.full(len(sample.tokens), np.nan, dtype=np.float32)
+        logprobs[sample.mask] = one_by_one(model, sample).numpy()
+        return sample.model_copy(update={"logprobs": logprobs, "advantages": np.abs(sample.advantages)})
+
+    batch = Batch(samples=tuple(fresh(s) for s in random_batch([9, 14, 7, 12], prompt=2).samples))
+
+    def state(eps_kl: float) -> TrainState:
+        loss = VMPO(eps_kl=eps_kl, rate=1.0)
+        return TrainState(tiny_llama(scale=5.0), loss=loss, optimizer=AdamW(lr=3e-3), steps=9, epochs=8)
+
+    held, free = state(0.005), state(1e6)
+    near, far = [[s.step(batch) for _ in range(2)] for s in (held, free)]
+    assert near[0]["multiplier"] > 1 > far[0]["multiplier"]
+    assert near[1]["kl"] < 0.5 * far[1]["kl"]
+    kept = {name: t.clone() for name, t in held.checkpoint().items()}
+    resumed = state(0.005)
+    resumed.restore(kept)
+    assert resumed.step(batch) == held.step(batch)
+    with pytest.raises(ValueError, match=r"lacks 1 of .*loss.multiplier"):
+        resumed.restore({name: t for name, t in kept.items() if name != "loss.multiplier"})
 
 
 def test_pairs_are_never_parted() -> None:

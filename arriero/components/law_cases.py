@@ -114,8 +114,8 @@ def tokens_of(
         if isinstance(value := getattr(packed, f.name), torch.Tensor) and value.is_floating_point()
     }
     proximal_T = trained([torch.from_numpy(p).to(dtype) for p in case.proximal])
-    entropy_T = 1.0 - proximal_T
-    return dataclasses.replace(packed, **converted, proximal_T=proximal_T, entropy_T=entropy_T), logprobs_T
+    converted |= {"proximal_T": proximal_T, "entropy_T": 1.0 - proximal_T, "multiplier": 1.0}
+    return dataclasses.replace(packed, **converted), logprobs_T
 
 
 def untrained(sample: Sample) -> Sample:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from arriero.components.adapters import trained
 from arriero.components.descent import Descent
-from arriero.components.losses import Aggregation, Loss, facts, sequence_weights
-from arriero.components.measures import Measures, over_updates
+from arriero.components.losses import Aggregation, Bounded, Loss, facts, sequence_weights
+from arriero.components.measures import Measures, over_updates, reward_spread
 from arriero.components.optimizer import SGD, AdamW, Muon
 from arriero.components.packing import MicroBatch, check_samples, pack, plan, read
 from arriero.components.policy import load_policy, save_description
@@ -96,6 +96,10 @@ class TrainState:
         shards = split(self._forward, options, ranks=ranks) if options.shards > 1 else None
         self.weights = TrainedWeights(model, options.average)
         self._descent = Descent(trained(model), optimizer, steps=steps, group=group, shards=shards)
+        # A vector of one, as checkpoints hold it; the same on all ranks.
+        self._multiplier = torch.tensor(
+            [loss.multiplier] if isinstance(loss, Bounded) else [], dtype=torch.float64
+        )
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Train on `batch` once; measures of the step, the same on every rank.
@@ -120,6 +124,7 @@ class TrainState:
         self.version += 1
         if off_policy:
             metrics["reward"] = float(np.mean([s.reward for s in batch.samples]))
+            metrics["reward_std"] = reward_spread(batch.samples)
         return metrics
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
@@ -182,9 +187,10 @@ class TrainState:
         return self._own() | self._descent.blank(updates) | {"version": torch.tensor(0)}
 
     def _own(self) -> dict[str, Tensor]:
-        """The weights and their average."""
+        """The weights, their average and what a loss has learned."""
         tensors = {f"model.{name}": t for name, t in self.weights.raw().items()}
-        return tensors | {f"average.{name}": t for name, t in self.weights.average().items()}
+        tensors |= {f"average.{name}": t for name, t in self.weights.average().items()}
+        return tensors | ({"loss.multiplier": self._multiplier} if len(self._multiplier) else {})
 
     def _check(self, batch: Batch) -> None:
         """ValueError for a batch that can't be trained on."""
@@ -228,6 +234,9 @@ class TrainState:
         metrics = measures.totals(self.group, digest=digest)
         metrics |= self._descent.update(metrics["loss"], version=self.version)
         self.weights.updated()
+        if isinstance(self.loss, Bounded):
+            metrics["multiplier"] = float(self._multiplier)
+            self._multiplier.fill_(self.loss.relearned(metrics["multiplier"], metrics["kl"]))
         return metrics
 
     def _completed(self, micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> MicroBatch:
@@ -237,6 +246,8 @@ class TrainState:
             tokens = replace(tokens, entropy_T=entropy_T)
         if "proximal" in needs and tokens.proximal_T is None:  # the only update: nothing has moved yet
             tokens = replace(tokens, proximal_T=logprobs_T.detach())
+        if "multiplier" in needs:
+            tokens = replace(tokens, multiplier=float(self._multiplier))
         return replace(micro, tokens=tokens)
 
     def _weighted(self, logprobs_T: Tensor, micro: MicroBatch) -> Tensor:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from arriero.components.packing import PackedTokens
 
-Need: TypeAlias = Literal["proximal", "reference", "entropy"]
+Need: TypeAlias = Literal["proximal", "reference", "entropy", "multiplier"]
 
 # Limits of a ratio: at least 1 - low, and a factor above 1 where a dual clip is set.
 ClipLow: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
@@ -66,13 +66,25 @@ class Facts:
 
     needs: what `PackedTokens` must hold beyond advantages and behaviour. proximal: log-probabilities at the
     weights before the first update on the batch; reference: those of a fixed model; entropy: of the policy
-    at each token, with gradient. together: how many samples in a row make one term (2 for pairs); they are
-    never parted. policy_gradient: on fresh data its gradient is that of `-A log pi`.
+    at each token, with gradient; multiplier: a number that is learned beside the weights, see `Bounded`.
+    together: how many samples in a row make one term (2 for pairs); they are never parted. policy_gradient:
+    on fresh data its gradient is that of `-A log pi`.
     """
 
     needs: frozenset[Need] = frozenset()
     together: int = 1
     policy_gradient: bool = True
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A loss that holds a divergence to a bound by a multiplier, whose value the trainer keeps."""
+
+    multiplier: float
+
+    def relearned(self, multiplier: float, kl: float) -> float:
+        """The multiplier after an update that began at `kl` nats per token from the behaviour policy."""
+        ...
 
 
 def facts(loss: Loss) -> Facts:
@@ -81,6 +93,8 @@ def facts(loss: Loss) -> Facts:
     needs: frozenset[Need] = frozenset(getattr(loss, "needs", default.needs))
     if unknown := sorted(needs - set(get_args(Need))):
         raise ValueError(f"{type(loss).__name__} needs {unknown}; there are {', '.join(get_args(Need))}")
+    if "multiplier" in needs and not isinstance(loss, Bounded):
+        raise ValueError(f"{type(loss).__name__} needs a multiplier; give it `multiplier` and `relearned`")
     return Facts(
         needs=needs,
         together=getattr(loss, "together", default.together),
