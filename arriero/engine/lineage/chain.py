@@ -104,7 +104,6 @@ class Chain:
             self._files.append(self._segment, data)
         else:
             self._files.write(self._segment, data)
-            self._files.settle()
         self._size += len(data)
         self._entries, self._head, self.last = count, head, end
 

@@ -1,16 +1,19 @@
 """Files at a fsspec URL, as far as the record needs them.
 
-On a local disk what `write` and `append` were given stands there when they return (fsync); the names of new
-files do after `settle`. A store of objects has them when it says so.
+On a local disk what was given to `write` and `append`, and before `settle` to `stage`, is there for good when
+they return (fsync). A store of objects has it when it says so.
 """
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import fsspec
+
+_AT_ONCE = 8
 
 
 class Files:
@@ -23,6 +26,7 @@ class Files:
         protocol: Any = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
         self.local = "file" in protocols
+        self._staged: dict[Path, Path] = {}
         self._changed: set[Path] = set()  # folders with names that may be in memory only
 
     def names(self, ending: str) -> list[str]:
@@ -38,24 +42,31 @@ class Files:
 
     def write(self, name: str, data: bytes) -> None:
         """The whole file, in place of what was there; a reader, or a kill, never meets a part of it."""
+        self.stage(name, data)
+        self.settle()
+
+    def stage(self, name: str, data: bytes) -> None:
+        """The same with the next `settle`; until then what was there before is read."""
         path = f"{self.root}/{name}"
         if not self.local:
             self._fs.pipe_file(path, data)
             return
         part = Path(f"{path}.part")
         try:
-            _write(part, "wb", data)
+            part.write_bytes(data)
         except FileNotFoundError:
             made = [folder for folder in part.parents if not folder.exists()]
             part.parent.mkdir(parents=True, exist_ok=True)
             self._changed.update(folder.parent for folder in made)
-            _write(part, "wb", data)
-        part.replace(path)
-        self._changed.add(part.parent)
+            part.write_bytes(data)
+        self._staged[part] = Path(path)
 
     def append(self, name: str, data: bytes) -> None:
         """To a file that is there already; only where files are `local`."""
-        _write(Path(f"{self.root}/{name}"), "ab", data)
+        with Path(f"{self.root}/{name}").open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
 
     def made(self, folder: str) -> None:
         """Somebody else has made this folder; its name and those above it go with the next `settle`."""
@@ -66,21 +77,25 @@ class Files:
             )
 
     def settle(self) -> None:
-        """Make the names of all files that were written last, whatever happens to the machine."""
-        for folder in self._changed:
-            handle = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        """What was staged takes its place and lasts, with all new names, whatever happens to the machine."""
+        if not self._staged and not self._changed:
+            return
+        with ThreadPoolExecutor(_AT_ONCE) as pool:  # together they share a few commits of the file system
+            list(pool.map(_sync, self._staged))
+            for part, path in self._staged.items():
+                part.replace(path)
+                self._changed.add(path.parent)
+            list(pool.map(_sync, self._changed))
+        self._staged.clear()
         self._changed.clear()
 
     def remove(self, name: str) -> None:
         self._fs.rm_file(f"{self.root}/{name}")
 
 
-def _write(path: Path, mode: Literal["wb", "ab"], data: bytes) -> None:
-    with path.open(mode) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -58,7 +58,7 @@ class Spaces:
         return part, number * chunk
 
     def settle(self) -> None:
-        """What was appended lasts, whatever happens to the machine."""
+        """What was appended can be read, and lasts, whatever happens to the machine."""
         self._files.settle()
 
     def read(self, space: str, place: Place, *names: str) -> dict[str, npt.NDArray[Any]]:
@@ -96,10 +96,10 @@ class Spaces:
         padded = np.zeros((chunk, *values.shape[1:]), values.dtype)
         padded[: len(values)] = values
         nested = "/0" * (values.ndim - 1)
-        self._files.write(f"{path}/c/{number}{nested}", bytes(zstd.Zstd(level=_LEVEL).encode(padded)))
+        self._files.stage(f"{path}/c/{number}{nested}", bytes(zstd.Zstd(level=_LEVEL).encode(padded)))
         metadata = self._described(path)
         metadata["shape"][0] = (number + 1) * chunk
-        self._files.write(f"{path}/zarr.json", json.dumps(metadata).encode())
+        self._files.stage(f"{path}/zarr.json", json.dumps(metadata).encode())
 
     def _chunk(self, path: str) -> int:
         return int(self._described(path)["chunk_grid"]["configuration"]["chunk_shape"][0])
