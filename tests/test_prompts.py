@@ -12,13 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from arriero.components.generator import Generator
 from arriero.components.prompts import PromptSource
 from arriero.components.row_order import permutation
+from arriero.components.sampling import Sampling
 from arriero.engine.codec import decode, encode
 from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Prompt
 from tests.drive import Alone, outputs
+from tests.inline_runs import saved
+from tests.tiny_models import tiny_llama
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> str:
@@ -167,11 +171,79 @@ async def refused(text: str, tmp_path: Path, answer_field: str = "") -> str:
     return one_line(error).removeprefix(str(path))
 
 
-async def test_a_list_of_chat_messages_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    told = await refused('{"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}\n', tmp_path)
-    assert told.startswith(
-        ":1: field 'prompt' is a list of chat messages; a prompt is text: write the user's"
-    )
+SAID = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "2+2?"}]
+
+
+async def test_a_prompt_may_be_a_list_of_chat_messages(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": SAID, "answer": "4"}]
+    path = write(tmp_path / "d.jsonl", rows)
+    (found,) = await prompts(PromptSource(path=path, template="{prompt} In a box.", epochs=1))
+    assert [(m.role, m.content) for m in found.messages] == [
+        ("system", "Be brief"), ("user", "2+2? In a box."),
+    ]  # fmt: skip
+    assert (found.text, found.answer) == ("2+2? In a box.", "4")
+    assert decode(encode(found), Prompt) == found
+    turns = [*SAID, {"role": "assistant", "content": "4"}, {"role": "user", "content": "3+3?"}]
+    (longer,) = await prompts(PromptSource(path=write(tmp_path / "e.jsonl", [{"prompt": turns}]), epochs=1))
+    assert longer.text == "user: 2+2?\n\nassistant: 4\n\nuser: 3+3?"
+
+
+async def test_messages_come_out_of_tables_as_out_of_lines(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}]
+    parquet.write_table(pa.Table.from_pylist([{"prompt": SAID, "name": None}]), tmp_path / "d.parquet")
+    (table,) = await prompts(PromptSource(path=str(tmp_path / "d.parquet"), epochs=1))
+    (line,) = await prompts(PromptSource(path=write(tmp_path / "d.jsonl", [{"prompt": parts}]), epochs=1))
+    assert [m.content for m in table.messages] == ["Be brief", "2+2?"]
+    assert [m.content for m in line.messages] == ["2+2?"]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            '[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]',
+            "leave the answer out",
+        ),
+        ('[{"role": "boss", "content": "2+2?"}]', "role 'boss'; known are system, user, assistant, tool"),
+        ('[{"role": "user", "content": [{"type": "image_url"}]}]', "a part of type 'image_url'; only text"),
+        ('[{"role": "user", "content": "?", "tool_calls": [1]}]', "with tool_calls; only role and content"),
+        ('[{"role": "user", "content": 4}]', "whose content is a int; text is needed"),
+        ('["2+2?"]', "field 'prompt' is list; text or a number is needed (prompt_field)"),
+    ],
+)
+async def test_messages_that_cannot_be_shown_are_refused_by_file_and_line(
+    tmp_path: Path, said: str, told: str
+) -> None:
+    found = await refused(f'{{"prompt": {said}, "answer": "4"}}\n', tmp_path)
+    assert found.startswith(":1: field 'prompt'")
+    assert told in found
+
+
+async def test_a_question_is_held_out_as_text_and_as_messages(tmp_path: Path) -> None:
+    train = write(tmp_path / "t.jsonl", [{"prompt": SAID}, {"prompt": "3+3?"}])
+    test = write(tmp_path / "e.jsonl", [{"prompt": "2+2?"}])
+    assert [p.text for p in await prompts(PromptSource(path=train, eval_path=test, epochs=1))] == ["3+3?"]
+
+
+def test_check_looks_at_the_first_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"q": "2+2?", "level": 3}])
+    (told,) = PromptSource(path=path).problems(Alone())
+    assert told == f"{path}:1: no field 'prompt'; the row has 'q', 'level'; set prompt_field to one of these"
+    assert list(PromptSource(path=path, prompt_field="q").problems(Alone())) == []
+    (where,) = PromptSource(path=path, prompt_field="q", where="levle > 2").problems(Alone())
+    assert where.endswith("the row has no field 'levle'; did you mean level?")
+    (other,) = PromptSource(
+        path=path, prompt_field="q", eval_path=numbered(tmp_path / "e.jsonl", 2)
+    ).problems(Alone())
+    assert "e.jsonl:1: no field 'q'" in other
+
+
+def test_check_asks_for_a_template_where_prompts_are_messages(tmp_path: Path) -> None:
+    source = PromptSource(path=write(tmp_path / "d.jsonl", [{"prompt": SAID}]))
+    model = saved(tiny_llama(seed=1), tmp_path / "model")
+    told = list(Generator(model=model, sampling=Sampling(max_new_tokens=2)).problems(Alone(source)))
+    assert told == [f"{source.path}: its prompts are chat messages; set chat.template, to `model` say"]
 
 
 async def test_bad_rows_are_named_by_file_and_line(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.formats import json_lists
 from arriero.engine.errors import UserError, one_line
+from arriero.schemas.messages import Prompt, Said
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +55,7 @@ class ChatFormat:
     """
 
     template: str = ""
-    system: str = ""  # the first message
+    system: str = ""  # the first message, unless a prompt's own messages have one of the system
     variables: Annotated[Mapping[str, JsonValue], BeforeValidator(json_lists)] = field(
         default_factory=dict[str, JsonValue]
     )
@@ -116,9 +117,14 @@ class Chat:
         if self._source:
             self.text([{"role": "user", "content": "?"}])
 
-    def prompt(self, text: str) -> list[int]:
-        """Ids of a prompt: as its text is, or as the user's first message."""
-        return self.render([{"role": "user", "content": text}]) if self._source else self._encoded(text, True)
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt: as its text is, or as the user's first message, or as its messages are.
+
+        UserError for messages without a template.
+        """
+        if not self._source and not prompt.messages:
+            return self._encoded(prompt.text, True)
+        return self.render(opening(prompt.text, prompt.messages))
 
     def render(self, messages: Sequence[ChatMessage], *, tools: Sequence[JsonValue] = ()) -> list[int]:
         """Ids of a conversation up to where the assistant speaks next. `tools` are JSON schemas."""
@@ -147,7 +153,8 @@ class Chat:
         """What the template makes of a conversation; `opened`: up to where the assistant speaks next."""
         if not self._source:
             raise UserError(f"a conversation needs a chat template; set chat.template to `{MODEL}` or a file")
-        system: list[ChatMessage] = [{"role": "system", "content": self._system}] if self._system else []
+        told = bool(self._system) and not any(m["role"] == "system" for m in messages)
+        system: list[ChatMessage] = [{"role": "system", "content": self._system}] if told else []
         plain = [m if m["role"] == "assistant" else self._plain(m) for m in [*system, *messages]]
         try:
             found: str = self._tokenizer.apply_chat_template(
@@ -211,6 +218,13 @@ class Chat:
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
+
+
+def opening(text: str, messages: Sequence[Said] = ()) -> list[ChatMessage]:
+    """The first messages of a conversation: those that are given, else `text` as the user's."""
+    if not messages:
+        return [{"role": "user", "content": text}]
+    return [{"role": m.role, "content": m.content} for m in messages]
 
 
 def _difference(before: str, after: str) -> str:

@@ -18,6 +18,7 @@ from arriero.engine.errors import UserError, one_line
 
 FORMATS = (*TEXT, *BINARY)
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_LOOKED_AT = 64 << 20  # bytes of a file of which the first row can't be read alone
 _IN_LINES = (".jsonl", ".ndjson")
 
 
@@ -43,6 +44,23 @@ def open_blocks(path: str, *, in_memory: bool) -> Blocks:
     if not sum(blocks.sizes):
         raise UserError(f"{path}: no rows; give a file that has some")
     return blocks
+
+
+def first_row(path: str) -> Row | None:
+    """The first row, read without the others where the format allows it; None for one that is large as a
+    whole, and for what isn't a local file. Raises UserError.
+    """
+    local = path.removeprefix("file://")
+    if "://" in local or "::" in local:
+        return None
+    name = _files(path)[0]
+    kind = _format(name)
+    packed = name.lower().endswith(COMPRESSED)
+    if kind not in _IN_LINES and (packed or Path(name.removeprefix("file://")).stat().st_size > _LOOKED_AT):
+        return None
+    with _reading(name), _opened(name, text=kind in TEXT) as file:
+        rows = TEXT[kind](name, file) if kind in TEXT else BINARY[kind](name, file)
+        return next(rows, None)
 
 
 def path_problem(path: str) -> str | None:

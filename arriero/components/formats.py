@@ -27,25 +27,24 @@ class Row:
 
     def text(self, field: str, setting: str) -> str:
         """The text or number in `field`, as text; `setting` is what names the field. Raises UserError."""
-        if field not in self.values:
-            has = ", ".join(repr(name) for name in list(self.values)[:12]) or "nothing"
-            near = difflib.get_close_matches(field, self.values, n=1)
-            remedy = f"did you mean {setting}={near[0]!r}?" if near else f"set {setting} to one of these"
-            raise UserError(f"{self.where}: no field {field!r}; the row has {has}; {remedy}")
-        value = self.values[field]
+        value = self.value(field, setting)
         if isinstance(value, str):
             return value
-        if _conversation(value):
-            raise UserError(
-                f"{self.where}: field {field!r} is a list of chat messages; a prompt is text: write the "
-                f"user's message as a field of its own ({setting}), and give the system's as chat.system"
-            )
         if isinstance(value, bool) or not isinstance(value, int | float):
             kind = "null" if value is None else type(value).__name__
             raise UserError(
                 f"{self.where}: field {field!r} is {kind}; text or a number is needed ({setting})"
             )
         return str(value)
+
+    def value(self, field: str, setting: str) -> JsonValue:
+        """What is in `field`; as above."""
+        if field not in self.values:
+            has = ", ".join(repr(name) for name in list(self.values)[:12]) or "nothing"
+            near = difflib.get_close_matches(field, self.values, n=1)
+            remedy = f"did you mean {setting}={near[0]!r}?" if near else f"set {setting} to one of these"
+            raise UserError(f"{self.where}: no field {field!r}; the row has {has}; {remedy}")
+        return self.values[field]
 
 
 def json_lines(path: str, file: IO[str]) -> Iterator[Row]:
@@ -173,10 +172,6 @@ BINARY: Mapping[str, Callable[[str, IO[bytes]], Iterator[Row]]] = {
     ".arrow": arrow,
     ".feather": arrow,
 }
-
-
-def _conversation(value: JsonValue) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def _parsed(where: str, text: str) -> JsonValue:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.chat import ChatFormat
+from arriero.components.chat import MODEL, ChatFormat
 from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory, context_length
 from arriero.components.prompt_queue import PromptQueue
+from arriero.components.prompts import PromptSource
 from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCache
 from arriero.components.sampling import Sampling
 from arriero.components.stragglers import Stragglers
@@ -85,13 +86,11 @@ class Generator:
         )
         yield from (unloadable := list(check_model_directory(self.model)))
         yield from [] if unloadable else self.chat.problems(self.model)
+        talks = [d for source in view.upstream(PromptSource) for d in source.sets if d.conversational()]
+        if talks and not self.chat.template:
+            yield f"{talks[0].path}: its prompts are chat messages; set chat.template, to `{MODEL}` say"
         if self.engine == "vllm":
             yield from self.vllm.problems(self.sampling, self.precision)
-            if self.stragglers.segment_tokens and self.sampling.stop:
-                yield (
-                    "engine=vllm looks for a stop string only in what it sampled itself, and one may begin "
-                    "in the segment before; leave out sampling.stop or stragglers.segment_tokens"
-                )
             if self.standby:
                 yield "engine=vllm doesn't read standby; leave it out"
             if self.greedy_baseline and self.sampling.temperature != 1.0:

@@ -122,7 +122,7 @@ class GroupDecoding:
         prompt = came.prompt
         if prompt.id in self._open:  # a lease ran out and it came once more; one answer does for both
             return None
-        ids = self._chat.prompt(prompt.text)
+        ids = self._chat.prompt(prompt)
         room = self._engine.max_length - self._config.sampling.max_new_tokens
         if not 0 < len(ids) <= room:
             detail = f"{len(ids)} prompt tokens, between 1 and {room} fit"

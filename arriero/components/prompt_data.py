@@ -22,14 +22,15 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from arriero.components.blocks import Blocks, Whole
-from arriero.components.datasets import open_blocks, path_problem
+from arriero.components.conversations import as_text, conversation, framed
+from arriero.components.datasets import first_row, open_blocks, path_problem
 from arriero.components.formats import JsonObject, Row, json_lists
 from arriero.components.gym_rows import GYM, GYM_SIZE, GymRows, gym_dataset
 from arriero.components.presets import expanded
 from arriero.components.row_filter import RowFilter
 from arriero.engine.errors import UserError
 from arriero.engine.portable import resolve
-from arriero.schemas.messages import Prompt, Split
+from arriero.schemas.messages import Prompt, Said, Split
 
 SLOT = "{prompt}"
 
@@ -118,12 +119,70 @@ class PromptData:
                 gym_dataset(self.gym, self.options, size=self.size or GYM_SIZE)
             except UserError as error:
                 found.append(str(error))
+        try:
+            for path in (self.path, self.eval_path) if not found else ():
+                self.first(path)
+        except UserError as error:
+            found.append(str(error))
         return found
+
+    def first(self, path: str) -> tuple[str, tuple[Said, ...]] | None:
+        """Text and messages of the first row of `path`; None where that can't be looked at beforehand.
+
+        UserError for a row without prompt or answer, or that `where` and `keep` can't be asked of.
+        """
+        if not path or path.startswith(GYM) or (row := first_row(path)) is None:
+            return None
+        reader = Reader(self, row.values)
+        reader.answer(row)
+        reader.wants(row, RowFilter(self.where) if self.where else None)
+        return reader.question(row)
+
+    def conversational(self) -> bool:
+        """Whether its prompts are chat messages, as far as that can be known beforehand."""
+        try:
+            first = self.first(self.path)
+        except UserError:  # told by `data_problems`
+            return False
+        return bool(first and first[1])
 
 
 def content_key(text: str) -> bytes:
     """Tells texts apart that differ in more than white space."""
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
+
+
+class Reader:
+    """What the rows of a data set are to the policy; `first` is a row that says what fields are called."""
+
+    def __init__(self, config: PromptData, first: JsonObject) -> None:
+        self.config = config
+        alone = "question" in first and "prompt" not in first
+        prompt = config.prompt_field or ("question" if alone else "prompt")
+        answer = config.answer_field or ("answer" if "answer" in first else "")
+        self._fields = ("question", "answer") if config.gym else (prompt, answer)
+
+    def question(self, row: Row) -> tuple[str, tuple[Said, ...]]:
+        """The row's text, and the messages that it is given as, if it is. Raises UserError for neither."""
+        name, setting = self._fields[0], "path" if self.config.gym else "prompt_field"
+        said = conversation(row.value(name, setting), f"{row.where}: field {name!r}")
+        return (as_text(said), said) if said else (row.text(name, setting), ())
+
+    def answer(self, row: Row) -> str:
+        """Raises UserError for a row without one, where there are answers."""
+        name = self._fields[1]
+        if self.config.gym and row.values.get(name) is None:  # where a set has many right answers
+            return ""
+        return row.text(name, "path" if self.config.gym else "answer_field") if name else ""
+
+    def key(self, row: Row) -> bytes:
+        """Equal for rows whose texts differ in white space alone; how they are shown doesn't matter."""
+        return content_key(self.question(row)[0])
+
+    def wants(self, row: Row, where: RowFilter | None) -> bool:
+        """Whether the configuration lets the row be used. Raises UserError."""
+        keep = self.config.keep
+        return (where is None or where(row)) and (keep is None or keep(row.values))
 
 
 @plain_dataclass(kw_only=True)
@@ -137,6 +196,7 @@ class OpenData:
     place: int = 0
     blocks: Blocks = field(init=False)
     lazily: bool = field(init=False)
+    reader: Reader = field(init=False)
     numbers: Sequence[int] = field(
         init=False
     )  # of the rows that may be trained on, as they stand in `blocks`
@@ -154,13 +214,14 @@ class OpenData:
             raise UserError(
                 f"{data.path}: held_out={data.held_out} leaves nothing of {self._size} rows to train on"
             )
-        self._fields = ("question", "answer") if data.gym else self._chosen(next(self._rows(0)).values)
+        self.reader = Reader(data, next(self._rows(0)).values)
         self.numbers = range(self._size - data.held_out)
         if self.lazily:
             self.numbers = self.numbers[: data.limit]
         else:
             for row in self.blocks.read(0):  # a bad one is found at the start, not in the third epoch
-                self.text_and_answer(row)
+                self.reader.question(row)
+                self.reader.answer(row)
 
     def _rows(self, first: int) -> Iterator[Row]:
         """The rows from number `first` on."""
@@ -171,24 +232,9 @@ class OpenData:
                 yield from (rows[k] for k in range(max(0, first - begin), size))
             begin += size
 
-    def _chosen(self, first: JsonObject) -> tuple[str, str]:
-        """The fields of prompt and answer; an empty one for no answer."""
-        alone = "question" in first and "prompt" not in first
-        prompt = self.config.prompt_field or ("question" if alone else "prompt")
-        return prompt, self.config.answer_field or ("answer" if "answer" in first else "")
-
-    def text_and_answer(self, row: Row) -> tuple[str, str]:
-        """Raises UserError for a row without them."""
-        prompt, answer = self._fields
-        if self.config.gym:  # None where a set has many right answers
-            given = row.values.get("answer")
-            return row.text(prompt, "path"), "" if given is None else row.text(answer, "path")
-        return row.text(prompt, "prompt_field"), row.text(answer, "answer_field") if answer else ""
-
     def used(self, row: Row) -> bool:
         """Whether the configuration lets the row be used. Raises UserError."""
-        keep = self.config.keep
-        return (self._where is None or self._where(row)) and (keep is None or keep(row.values))
+        return self.reader.wants(row, self._where)
 
     def leave_out(self, numbers: Iterable[int]) -> None:
         """Never give these rows."""
@@ -203,7 +249,7 @@ class OpenData:
     def held_out_keys(self) -> set[bytes]:
         """What tells rows with the same text apart from all others, of those that are held out."""
         data, rows = self._held_out
-        return {data.key(row) for _, row in rows}
+        return {data.reader.key(row) for _, row in rows}
 
     @property
     def _held_out(self) -> tuple[OpenData, list[tuple[int, Row]]]:
@@ -224,18 +270,16 @@ class OpenData:
         found = [self.prompt(row, n, "eval", 0) for n, row in rows if self.used(row)]
         return found[: self.config.limit][: self.config.eval_limit]
 
-    def key(self, row: Row) -> bytes:
-        """Equal for rows whose texts differ in white space alone; how they are shown doesn't matter."""
-        return content_key(self.text_and_answer(row)[0])
-
     def prompt(self, row: Row, number: int, split: Split, epoch: int) -> Prompt:
         """The row as a prompt."""
-        text, answer = self.text_and_answer(row)
+        text, said = self.reader.question(row)
+        template = self.config.template
         first = f"s{self.place}-" if self.place else ""
         return Prompt(
             id=f"{first}eval-r{number}" if split == "eval" else f"{first}e{epoch}-r{number}",
-            text=self.config.template.replace(SLOT, text),
-            answer=answer,
+            text=template.replace(SLOT, text),
+            messages=framed(said, SLOT, template),
+            answer=self.reader.answer(row),
             metadata=row.values,
             split=split,
             epoch=epoch,

@@ -137,7 +137,7 @@ class PromptSource(PromptData):
         unused = [n for n in part.numbers if not part.used(rows[n])]
         part.leave_out(unused)
         count("rows_filtered", len(unused))
-        twice = [n for n in part.numbers if part.key(rows[n]) in held]
+        twice = [n for n in part.numbers if part.reader.key(rows[n]) in held]
         if twice:
             log.warning("%s: %d rows aren't trained on, for they are held out too", data.path, len(twice))
         count("rows_held_out_too", len(twice))
@@ -167,7 +167,7 @@ class PromptSource(PromptData):
                 if part.lazily and not part.used(row):
                     count("rows_filtered")
                     continue
-                if part.lazily and part.key(row) in held:
+                if part.lazily and part.reader.key(row) in held:
                     count("rows_held_out_too")
                     continue
                 prompt = part.prompt(row, number, "train", epoch)

@@ -69,13 +69,22 @@ class Record(Message):
         return self._unchecked({"id": id, "parents": parents, "origins": origins})
 
 
+class Said(Message):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
 class Prompt(Record):
     """One question. `metadata` is the row of the data set `source`; `row` and `epoch` are its place there.
 
+    `messages`: the conversation that it is, for a chat template; empty where it is `text` alone.
     `min_version` is written at admission: the generator starts it with these weights or newer ones.
     """
 
     text: str
+    messages: tuple[Said, ...] = ()
     answer: str = ""
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     split: Split = "train"

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from arriero.components.verifiers.reward import RolloutReward
 from arriero.engine.errors import UserError
-from arriero.schemas.messages import Prompt
+from arriero.schemas.messages import Prompt, Said
 
 
 class Unscorable(UserError):
@@ -40,10 +40,11 @@ class Turn:
 class Episode(ABC):
     """One run through a task: the state between turns is the attributes of a subclass.
 
-    `opening` is what the policy reads first.
+    `opening` is what the policy reads first; `messages` are shown instead where there are some.
     """
 
     opening: str
+    messages: Sequence[Said] = ()
 
     @abstractmethod
     def step(self, text: str) -> Turn:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from arriero.components.chat import Chat, ChatMessage
+from arriero.components.chat import Chat, ChatMessage, opening
 from arriero.components.environments.calls import Answer, Calls
 from arriero.components.environments.conversation import Conversation, Finish
 from arriero.components.environments.environment import Episode, Turn, Unscorable
@@ -172,7 +172,7 @@ class EpisodeDecoding:
     def _next_turn(self, one: _Open, heard: _Heard) -> Request | None:
         if heard.episode is not None:
             one.episode = heard.episode
-            ids = self._opening(heard.episode.opening)
+            ids = self._opening(heard.episode)
             one.talk = Conversation(ids)
             if not 0 < len(ids) < self._limit:
                 one.refused = f"an opening of {len(ids)} tokens, between 1 and {self._limit - 1} fit"
@@ -196,12 +196,13 @@ class EpisodeDecoding:
         talk.observed(ids)
         return self._request(one, talk)
 
-    def _opening(self, text: str) -> list[int]:
-        if self._config.generator.chat.template:
-            opening: list[ChatMessage] = [{"role": "user", "content": text}]
-            ids = self._chat.render(opening, tools=self._toolbox.schemas)
+    def _opening(self, episode: Episode) -> list[int]:
+        if self._config.generator.chat.template or episode.messages:
+            said = opening(episode.opening, episode.messages)
+            ids = self._chat.render(said, tools=self._toolbox.schemas)
         else:
-            ids = self._chat.prompt(f"{manual}\n{text}" if (manual := self._toolbox.manual) else text)
+            manual = f"{self._toolbox.manual}\n" if self._toolbox.tools else ""
+            ids = self._chat.prompt(Prompt(text=f"{manual}{episode.opening}"))
         if (vocabulary := self._engine.vocabulary) is not None:
             check_vocabulary(ids, vocabulary, "an opening")
         return ids
@@ -312,7 +313,7 @@ class EpisodeDecoding:
         )
 
     def _rollout(self, one: _Open) -> Rollout:
-        talk = one.talk or Conversation(self._chat.prompt(one.prompt.text))
+        talk = one.talk or Conversation(self._chat.prompt(one.prompt))
         text = str(self.tokenizer.decode(talk.token_ids[talk.num_opening :], skip_special_tokens=True))
         temperature = self._config.sampling.temperature
         return talk.rollout(text=text, finish=one.finish, temperature=temperature, seed=one.seed)

@@ -86,7 +86,7 @@ class Question(Environment):
 
 class _Asked(Episode):
     def __init__(self, task: Question, prompt: Prompt) -> None:
-        self.opening = prompt.text
+        self.opening, self.messages = prompt.text, prompt.messages
         self._task, self._prompt, self._used = task, prompt, 0
 
     def step(self, text: str) -> Turn:
