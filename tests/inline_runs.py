@@ -79,6 +79,7 @@ def steps_of(graph: Graph, path: Path, *, seed: int = 7) -> list[dict[str, Any]]
 
 def recorded_grpo(path: Path, *words: str) -> RunDir:
     """Three recorded steps of GRPO on four groups of four responses, begun by the command; and its model."""
+    path.mkdir(exist_ok=True)
     policy_gradient_fields(path)
     command = ["run", "grpo", "--model", str(path / "tiny"), "--data", str(path / "sums.jsonl")]
     command += ["--reward", "function", "--reward.function", "tests.inline_runs:share_of_threes"]

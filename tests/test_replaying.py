@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from arriero.components.trainer import Trainer
 from arriero.engine.errors import UserError
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.spaces import Spaces
+from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
 from arriero.launchers.replay import RecordedTrainer, retaken
 from arriero.launchers.replaying import changed
@@ -151,6 +153,23 @@ def test_what_cannot_be_replayed_is_told_in_one_line(
 ) -> None:
     assert main([str(honest.path) if w == "RUN" else w for w in words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_model_names_the_record_that_it_was_made_by(run: RunDir, tmp_path: Path) -> None:
+    library: Any = import_module("safetensors.torch")
+    opened: Any = import_module("safetensors")
+    anchor = run.read_summary().lineage
+    assert anchor is not None
+    file = run.model / "model.safetensors"
+    with opened.safe_open(file, "pt") as stored:
+        assert stored.metadata() == {"format": "pt", "lineage_head": anchor.head}
+    assert audited(str(run.path)).findings == []
+    names = library.load_file(file).keys()
+    other = recorded_grpo(tmp_path / "other", "--optimizer.lr", "1e-3")
+    shutil.copy(other.model / "model.safetensors", file)
+    (finding,) = audited(str(run.path)).findings
+    assert (finding.check, finding.where) == ("files", "model/model.safetensors")
+    assert library.load_file(file).keys() == names
 
 
 def test_steps_before_the_one_asked_for_are_taken_from_the_record(honest: RunDir) -> None:

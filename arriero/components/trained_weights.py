@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+HEAD, NO_HEAD = "lineage_head", "0" * 64  # metadata of a file: for the head of the record, once it is known
 _FILE_BYTES = 4 << 30
 
 
@@ -78,7 +79,7 @@ class TrainedWeights:
             index[name] = file
             held[name] = gathered.detach().cpu().contiguous()
             if len(index) == len(files) or files[len(index)] != file:
-                save_file(held, directory / file, metadata={"format": "pt"})
+                save_file(held, directory / file, metadata={"format": "pt", HEAD: NO_HEAD})
                 held = {}
         if first and len(set(files)) > 1:
             listing = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}

@@ -19,6 +19,7 @@ from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.lineage import opened
 from arriero.launchers.recomputing import recomputed
 from arriero.launchers.rundir import RunDir
+from arriero.launchers.stamping import stamps
 from arriero.schemas.ledger import EVENT
 
 USAGE = """\
@@ -77,7 +78,7 @@ def audited(place: str, *, head: str = "") -> Report:
         )
         return report
     report.findings += _files(record, run)
-    report.done["files"] = "graph, manifest, options, ledger, summary"
+    report.done["files"] = "graph, manifest, options, ledger, summary, model"
     for name, told, findings, left in asyncio.run(recomputed(record, spec, graph)):
         report.findings += findings
         report.left += left
@@ -131,6 +132,11 @@ def _files(record: Lineage, run: RunDir) -> Iterator[Finding]:
     graph = json.dumps(json.loads(run.graph.read_bytes()), sort_keys=True, separators=(",", ":"))
     if hashlib.sha256(graph.encode()).hexdigest() != first.graph_digest:
         yield Finding(check="files", where="graph.json", what="isn't the graph that was run")
+    known = {a.head for a in record.ends}
+    for name, head in stamps(run.model).items():
+        if head not in known:
+            what = f"names head {head[:12]}, the record never ended with it: these weights are of another run"
+            yield Finding(check="files", where=f"model/{name}", what=what)
     if run.ledger.exists():
         lines = [EVENT.validate_json(line) for line in run.ledger.read_text().splitlines()]
         if lines != record.events:

@@ -12,6 +12,7 @@ from arriero.engine.lineage.recorder import Recorder
 from arriero.engine.lineage.writer import LineageWriter
 from arriero.launchers.failures import Failure, raised
 from arriero.launchers.rundir import RunDir
+from arriero.launchers.stamping import stamp
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Event
 from arriero.schemas.lineage import Anchor, Opened, RunEntry, RunState
@@ -61,8 +62,10 @@ class Recording:
         self._recorder.note(RunEntry(what=what, detail=detail))
 
     def seal(self, state: RunState) -> Anchor:
-        """The last entry; the head of the chain. Raises OSError if it can't be written."""
-        return self._recorder.seal(state)
+        """The last entry; the head of the chain, in the model's files too. OSError if it can't be written."""
+        anchor = self._recorder.seal(state)
+        stamp(self._run.model, anchor.head)
+        return anchor
 
     async def _guarded(self, broker: Broker) -> None:
         try:
