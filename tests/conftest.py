@@ -1,8 +1,12 @@
 """Fixtures shared by all tests: one real nats-server a session, and both brokers under one name."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import pytest
 import pytest_asyncio
@@ -10,6 +14,9 @@ import pytest_asyncio
 from arriero.engine.claim_stores import FolderStore
 from arriero.engine.nats_server import NatsServer, start_server
 from tests.brokers import Engine
+
+if TYPE_CHECKING:
+    from arriero.engine.weights import WeightReceiver
 
 _runs = itertools.count()
 
@@ -52,3 +59,25 @@ async def engine(
             await engine.assert_empty()
     finally:
         await engine.close()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A place in shared memory for weights, gone when the test ends."""
+    from arriero.engine.weights import destroy
+    from arriero.engine.weights.shm import path_of
+
+    url = f"shm://test-{uuid4().hex}"
+    yield url
+    destroy(url)
+    assert not path_of(url).exists()
+
+
+@pytest.fixture
+def receiver() -> Iterator[WeightReceiver]:
+    """A receiver of whole weights."""
+    from arriero.engine.weights import WeightReceiver
+
+    receiver = WeightReceiver("generator-0")
+    yield receiver
+    receiver.close()

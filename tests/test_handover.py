@@ -23,7 +23,8 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.engine.backlog import NO_BACKLOG, Backlog, either
-from arriero.engine.broker import Broker
+from arriero.engine.broker import Broker, EdgeDecl
+from arriero.engine.codec import encode
 from arriero.engine.errors import GraphError
 from arriero.engine.graph import Graph
 from arriero.engine.memory_edge import MemoryLease
@@ -31,6 +32,8 @@ from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer
 from arriero.engine.picture import mermaid, svg, table
 from arriero.engine.runtime import current, run_role
+from arriero.engine.runtime.inputs import EdgeSource
+from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Stream
 from arriero.launchers.hub import edges, logs
 from arriero.schemas.continuations import Continuation, Response
@@ -292,6 +295,48 @@ def test_check_refuses_nodes_that_cant_put_back() -> None:
         GraphError, match="filter: it takes 1 of generator; a node that puts back takes prompts"
     ):
         g.check()
+
+
+async def test_what_comes_while_it_is_put_elsewhere_waits_and_the_holder_still_holds_it(
+    engine: Engine,
+) -> None:
+    decl = EdgeDecl(name="own", groups=("own",), capacity=Capacity(messages=9), lease_s=20.0)
+    broker = await engine.declare(decl)
+    producer = broker.producer("own", 0)
+    prompt = Prompt(id="p-0", text="")
+    first = Continuation(prompt=prompt).moved("node", hop=1, losses=0)
+    await producer.put(first.id, encode(first))
+    source: EdgeSource[Continuation] = EdgeSource(
+        broker.consumer("own", "own"), Continuation, name="a continuation",
+        clock=NodeClock("node", bound_s=20),
+        accept=lambda _, arrived: arrived, poisoned=unexpected, again=unexpected, want=2, max_deliveries=3,
+        key=lambda continuation: continuation.prompt.id,
+    )  # fmt: skip
+    held = await source.next()
+    assert held is not None
+    with source.moving("p-0"):
+        second = held.moved("node", hop=2, losses=0)
+        await producer.put(second.id, encode(second))
+        await producer.end()
+        emptied = asyncio.create_task(source.emptied())
+        coming = asyncio.create_task(source.next())
+        _, waiting = await asyncio.wait([emptied, coming], timeout=0.5)
+        assert waiting == {emptied, coming}
+        assert source.taken["p-0"][1].id == first.id
+    lease = source.taken["p-0"][0]
+    source.answer("p-0")
+    back = await asyncio.wait_for(coming, 5)
+    assert back is not None
+    assert back.id == second.id
+    await lease.ack()
+    await source.taken["p-0"][0].ack()
+    source.answer("p-0")
+    await asyncio.wait_for(emptied, 10)
+    await source.close()
+
+
+def unexpected(*arguments: object) -> Any:
+    raise AssertionError(f"nothing is poisoned or comes twice here: {arguments}")
 
 
 async def test_a_backlog_works_only_in_a_run() -> None:

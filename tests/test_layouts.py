@@ -1,6 +1,6 @@
 """Layouts and the resharding plan, checked element by element on arrays of numbered elements."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from arriero.engine.weights import WeightError
 from arriero.engine.weights.boxes import Box, chunks, refine
 from arriero.engine.weights.live_layout import replicated_layout
-from arriero.engine.weights.plan import Plan, plan_weights, received_bytes
+from arriero.engine.weights.plan import Landing, Plan, plan_weights
 from arriero.engine.weights.sharding import fsdp_rows, llama_layout
 from arriero.schemas.layouts import LlamaShape, Parallelism, Piece, StoredTensor, WorldLayout
 from arriero.schemas.weights import ITEM_BYTES
@@ -52,6 +52,10 @@ def stored(world: WorldLayout, rank: int, logical: Mapping[str, npt.NDArray[np.i
 
 def index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(*box, strict=True))
+
+
+def received_bytes(landings: Sequence[Landing]) -> int:
+    return sum(landing.cell.nbytes for landing in landings)
 
 
 def check(source: WorldLayout, receivers: Mapping[str, WorldLayout], plan: Plan) -> None:

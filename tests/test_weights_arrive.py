@@ -1,6 +1,5 @@
 """What one sender puts into shared memory is what a receiver gets, for any tensors."""
 
-from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
@@ -16,21 +15,6 @@ from arriero.schemas.weights import WeightManifest
 from tests.weight_models import like, model
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    url = f"shm://test-{uuid4().hex}"
-    yield url
-    destroy(url)
-    assert not path_of(url).exists()
-
-
-@pytest.fixture
-def receiver() -> Iterator[WeightReceiver]:
-    receiver = WeightReceiver("generator-0")
-    yield receiver
-    receiver.close()
 
 
 @st.composite

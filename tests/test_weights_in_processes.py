@@ -118,7 +118,8 @@ def test_two_split_ranks_send_two_generators_on_two_processes_each_the_parts_tha
 ) -> None:
     process = start(
         64, 2, "--ranks", "2", "--training.shards", "2", "--staleness", "1", "--weights.transport", "gloo",
-        "--engine", "vllm", "--vllm.tensor-parallel", "2", "--vllm.kv-cache-bytes", str(32 << 20),
+        "--engine", "vllm", "--kv-cache", "recompute", "--vllm.tensor-parallel", "2",
+        "--vllm.kv-cache-bytes", str(32 << 20),
     )  # fmt: skip
     assert "has not taken its last weights" not in ended(process, 500)
     steps = steps_of(tmp_path / "run")

@@ -4,9 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from threading import Thread
-from uuid import uuid4
 
 import pytest
 import torch
@@ -20,21 +18,6 @@ from tests.weight_models import like, model
 
 torch.set_num_threads(1)
 DATA_AT = 69632  # first slot in the file: a header of 320 + 128 * 64 words, at a page boundary
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    url = f"shm://test-{uuid4().hex}"
-    yield url
-    destroy(url)
-    assert not path_of(url).exists()
-
-
-@pytest.fixture
-def receiver() -> Iterator[WeightReceiver]:
-    receiver = WeightReceiver("generator-0")
-    yield receiver
-    receiver.close()
 
 
 def flip(url: str, at: int) -> None:

@@ -19,6 +19,7 @@ requests, whenever an idle engine gets requests: a group that is alone in the en
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -42,9 +43,13 @@ if TYPE_CHECKING:
 
 
 class VLLMEngine:
-    """A `RolloutEngine` on vLLM. Several in one process share its process group of one."""
+    """A `RolloutEngine` on vLLM. Several in one process share its process group of one.
+
+    What vLLM knows of the batch under way is of the whole process, so that they work one at a time.
+    """
 
     _alive: ClassVar[int] = 0
+    _one: ClassVar = threading.RLock()
 
     def __init__(self, config: Generator, context: Context, tokenizer: PreTrainedTokenizerBase) -> None:
         model, generation = _configs(config.model)
@@ -55,8 +60,9 @@ class VLLMEngine:
         self._stop = StopStrings(tokenizer, config.sampling.stop)
         self._deterministic = context.deterministic
         self._ends = sorted(end_ids(generation, model, tokenizer))
-        self._llm = start(config, model, self.max_length, context)
-        VLLMEngine._alive += 1
+        with self._one:
+            self._llm = start(config, model, self.max_length, context)
+            VLLMEngine._alive += 1
         self._inputs: Any = import_module("vllm.inputs.engine")
         self._sampling: Any = import_module("vllm.sampling_params")
         self._open: dict[str, Request] = {}
@@ -89,7 +95,8 @@ class VLLMEngine:
     def step(self) -> list[Completion]:
         if self.idle:
             return []
-        ended = [output for output in self._llm.step() if output.finished]
+        with self._one:
+            ended = [output for output in self._llm.step() if output.finished]
         done = [self._completion(output) for output in ended if output.request_id in self._open]
         for completion in done:
             del self._open[completion.key]
@@ -99,7 +106,8 @@ class VLLMEngine:
         """Nothing: vLLM's own tensors are filled between two steps, by `take`."""
 
     def take(self, manifest: WeightManifest) -> None:
-        self._llm.collective_rpc("take_weights", args=(manifest.model_dump_json(),))
+        with self._one:
+            self._llm.collective_rpc("take_weights", args=(manifest.model_dump_json(),))
         self._llm.set_weight_version(str(manifest.version))
         self.version = manifest.version
         if self._config.kv_cache == "recompute":
@@ -113,11 +121,12 @@ class VLLMEngine:
         if self._open:
             self._llm.abort_request(list(self._open))
             self._open.clear()
-        self._llm.collective_rpc("close_intake")
-        self._llm.engine_core.shutdown()
-        VLLMEngine._alive -= 1
-        if not VLLMEngine._alive:
-            leave()
+        with self._one:
+            self._llm.collective_rpc("close_intake")
+            self._llm.engine_core.shutdown()
+            VLLMEngine._alive -= 1
+            if not VLLMEngine._alive:
+                leave()
 
     def _begin_anew(self, seeds: Sequence[int]) -> None:
         if self._deterministic:

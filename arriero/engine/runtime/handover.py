@@ -96,23 +96,16 @@ class Handover:
             raise ValueError(f"{self._node} puts {key!r} back, which it hasn't taken or has answered already")
         if self._consumers_left is None or not self._consumers_left.is_set():
             hop = 1 + max(_hop(s.taken[key][1]) for s in sources)
-            if not await self._sent(record.moved(self._node, hop=hop, losses=0), key):
-                return False
+            # It may come to us before we know that it is there.
+            with self._prompts.moving(key), self._own.moving(key):
+                if not await self._offered(record.moved(self._node, hop=hop, losses=0)):
+                    return False
             self._clock.count("continuations", 1)
         leases = tuple(s.taken[key][0] for s in sources)
         for source in sources:
             source.answer(key)
         self._outbox.settle((), leases)
         return True
-
-    async def _sent(self, record: Continuation, key: str) -> bool:
-        """False if there is no room. Hidden meanwhile: it may come to us before we know that it is there."""
-        hidden = [(s, s.taken.pop(key)) for s in (self._prompts, self._own) if key in s.taken]
-        try:
-            return await self._offered(record)
-        finally:
-            for source, held in hidden:
-                source.taken[key] = held  # type: ignore[assignment]  # what was taken from that very source
 
     async def _offered(self, record: Continuation) -> bool:
         """Whether it is on the edge, or was."""

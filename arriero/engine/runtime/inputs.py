@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from arriero.engine.broker import BrokerError, Consumer, EdgeEnded, Lease
@@ -69,6 +70,7 @@ class EdgeSource(Generic[R]):
         self._want, self._max_deliveries = want, max_deliveries
         self._ready: deque[tuple[Lease, R]] = deque()
         self.taken: dict[str, tuple[Lease, R]] = {}
+        self._moving: set[str] = set()  # keys that are being put elsewhere, and may come back meanwhile
         self._answered: dict[str, None] = {}  # in order, the last `_REMEMBERED`
         self._ahead = self._leasing = self._returns = 0
         self._over = False  # as far as the last lease call knows
@@ -140,7 +142,7 @@ class EdgeSource(Generic[R]):
         """A record that has been leased for the component already."""
         if self._error is not None:
             raise self._error
-        while self._ready:
+        for _ in range(len(self._ready)):
             if (record := self._take()) is not None:
                 return record
         return None
@@ -156,6 +158,16 @@ class EdgeSource(Generic[R]):
                 del self._answered[next(iter(self._answered))]
             self._emptier.set()
 
+    @contextmanager
+    def moving(self, key: str) -> Generator[None, None, None]:
+        """What comes about `key` lies here until it is known whether we still hold it."""
+        self._moving.add(key)
+        try:
+            yield
+        finally:
+            self._moving.discard(key)
+            self._changed.set()
+
     def forget(self, key: str) -> Lease:
         """The lease of the taken record `key`, which is about to be given back."""
         return self.taken.pop(key)[0]
@@ -168,6 +180,9 @@ class EdgeSource(Generic[R]):
 
     def _take(self) -> R | None:
         lease, arrived = self._ready.popleft()
+        if self._key(arrived) in self._moving:
+            self._ready.append((lease, arrived))
+            return None
         self._ahead -= 1
         self._room.set()
         if (held := self.taken.get(self._key(arrived))) is not None:

@@ -11,7 +11,7 @@ however differently the two sides are split. Receivers get the plan from the sen
 themselves where its cells go (`landings`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -137,10 +137,6 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Plan).decode
-
-
-def received_bytes(landings: Iterable[Landing]) -> int:
-    return sum(landing.cell.nbytes for landing in landings)
 
 
 @dataclass
