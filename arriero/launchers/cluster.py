@@ -16,12 +16,14 @@ from torchx.specs import AppDef, BindMount, Resource, Role, VolumeMount, macros,
 
 from arriero.engine.errors import GraphError, UserError
 from arriero.launchers.appdef import HUB, computes, shapes
-from arriero.launchers.profile import Profile, RoleNeeds
+from arriero.launchers.profile import Profile, RoleNeeds, Where
+from arriero.launchers.rundir import write_json
 from arriero.launchers.ship import FOLDER
 from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.messages import Message
 
 PLAN = "arriero"  # the plan in the metadata of a TorchX app
+JOB_FILE = "job.json"
 BUNDLE_MOUNT = "/arriero"  # where pods find the code and the description of the run
 _NAME_CHARS = 40  # a pod's name, of at most 63, holds that of the job too
 
@@ -64,6 +66,24 @@ class Plan(Message):
     @property
     def python(self) -> str:
         return self.profile.python or (sys.executable if self.profile.on == "slurm" else "python3")
+
+
+class Job(Message):
+    """`job.json` in a run directory: how the scheduler calls a run; of a local one, who conducts it."""
+
+    on: Where
+    app_id: str
+    run_dir: str
+
+    @property
+    def handle(self) -> str:
+        return f"{self.on}://{self.app_id}"
+
+
+def remember(plan: Plan, app_id: str) -> None:
+    """Write how the scheduler calls the run where `arriero status` looks for it."""
+    job = Job(on=plan.profile.on, app_id=app_id, run_dir=plan.run_dir)
+    write_json(Path(plan.description) / JOB_FILE, job)
 
 
 def plan(

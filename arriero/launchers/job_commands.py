@@ -13,7 +13,7 @@ from arriero.launchers import jobs, preparing
 from arriero.launchers.profile import Cluster, Profile, read_profile
 
 if TYPE_CHECKING:
-    from arriero.launchers.cluster import Plan
+    from arriero.launchers.cluster import Job, Plan
     from arriero.launchers.preparing import Begun, Ready
 
 USAGE = """\
@@ -40,7 +40,7 @@ def chosen(ready: Ready) -> Profile:
 def run(ready: Ready, argv: list[str]) -> int:
     """Submit; with `--wait`, show what the run says until it is over. The exit code, then that of the run."""
     made, plan = begun(ready, argv)
-    job = jobs.submit(plan, made.run)
+    job = jobs.submit(plan)
     run = made.run.path
     print(f"arriero: run directory {run}", file=sys.stderr)
     print(
@@ -112,7 +112,7 @@ def cancel(args: Sequence[str], show: Show) -> int:
     return show(f"{job.handle} was told to stop")
 
 
-def _described(job: jobs.Job) -> dict[str, object]:
+def _described(job: Job) -> dict[str, object]:
     """The state of a run, its replicas where the scheduler knows them, and its result when it is over."""
     told: dict[str, object] = {"run": job.run_dir or job.handle, "handle": job.handle, "detail": ""}
     if job.on == "local":

@@ -22,26 +22,12 @@ from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Stream
 from torchx.specs import AppDef
 
 from arriero.engine.errors import UserError
-from arriero.launchers.cluster import Plan, cluster_app
-from arriero.launchers.profile import Cluster, Where
-from arriero.launchers.rundir import RunDir, read_json, write_json
-from arriero.schemas.messages import Message
+from arriero.launchers.cluster import JOB_FILE, Job, Plan, cluster_app
+from arriero.launchers.profile import Cluster
+from arriero.launchers.rundir import RunDir, read_json
 
-JOB_FILE = "job.json"
 GOING = ("SUBMITTED", "PENDING", "RUNNING", "UNKNOWN")  # TorchX's states of what isn't over
 _SETTLE_S = 60.0
-
-
-class Job(Message):
-    """`job.json`: how the scheduler calls a run; of a local one, the process that conducts it."""
-
-    on: Where
-    app_id: str
-    run_dir: str
-
-    @property
-    def handle(self) -> str:
-        return f"{self.on}://{self.app_id}"
 
 
 class Scheduler(Protocol):
@@ -77,13 +63,11 @@ def rendered(plan: Plan) -> str:
         return repr(scheduler(plan.profile.on).submit_dryrun(cluster_app(plan), _config(plan)))
 
 
-def submit(plan: Plan, run: RunDir) -> Job:
-    """Hand the run to the scheduler; `run` is its directory here. Raises UserError in its words."""
+def submit(plan: Plan) -> Job:
+    """Hand the run to the scheduler. Raises UserError in its words."""
     one = scheduler(plan.profile.on)
-    app_id = one.schedule(one.submit_dryrun(cluster_app(plan), _config(plan)))
-    job = Job(on=plan.profile.on, app_id=app_id, run_dir=plan.run_dir)
-    write_json(run.path / JOB_FILE, job)
-    return job
+    one.schedule(one.submit_dryrun(cluster_app(plan), _config(plan)))
+    return read_json(Path(plan.description) / JOB_FILE, Job)
 
 
 def find(name: str) -> Job:

@@ -21,7 +21,7 @@ from torchx.schedulers.slurm_scheduler import SlurmOpts, SlurmScheduler, appstat
 from torchx.specs import AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, Role, RoleStatus
 
 from arriero.engine.errors import UserError
-from arriero.launchers.cluster import PLAN, Plan
+from arriero.launchers.cluster import PLAN, Plan, remember
 from arriero.launchers.profile import SlurmNeeds
 from arriero.launchers.slurm_script import JOB_LOG, script
 
@@ -45,6 +45,7 @@ class SbatchRequest:
     """A script for the standard input of sbatch."""
 
     text: str
+    plan: Plan
 
     def __repr__(self) -> str:
         return self.text
@@ -58,14 +59,16 @@ class ArrieroSlurm(SlurmScheduler):
             return super()._submit_dryrun(app, cfg)
         plan = Plan.model_validate_json(app.metadata[PLAN])
         needs = _overridden(plan.profile.slurm, cfg)
-        text = script(plan.model_copy(update={"profile": replace(plan.profile, slurm=needs)}))
-        return AppDryRunInfo(SbatchRequest(text), repr)
+        plan = plan.model_copy(update={"profile": replace(plan.profile, slurm=needs)})
+        return AppDryRunInfo(SbatchRequest(script(plan), plan), repr)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Any]) -> str:
         request = dryrun_info.request
         if not isinstance(request, SbatchRequest):
             return super().schedule(dryrun_info)
-        return _slurm(["sbatch", "--parsable"], request.text).strip().partition(";")[0]
+        app_id = _slurm(["sbatch", "--parsable"], request.text).strip().partition(";")[0]
+        remember(request.plan, app_id)
+        return app_id
 
     def _cancel_existing(self, app_id: str) -> None:
         if (run_dir := _run_dir(_jobs(app_id))) is not None:

@@ -22,7 +22,7 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, Role, R
 from urllib3.exceptions import HTTPError
 
 from arriero.engine.errors import UserError
-from arriero.launchers.cluster import PLAN, Plan, scheduler_name
+from arriero.launchers.cluster import PLAN, Plan, remember, scheduler_name
 from arriero.launchers.volcano_job import GROUP, VERSION, VolcanoRequest, request
 
 _PODS = {
@@ -67,7 +67,8 @@ class ArrieroVolcano(KubernetesScheduler):
             except BaseException:
                 custom.delete_namespaced_custom_object(name=name, **place)
                 raise
-        return f"{made.namespace}:{name}"
+        remember(made.plan, app_id := f"{made.namespace}:{name}")
+        return app_id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """Raises UserError if the API server doesn't answer."""

@@ -35,16 +35,17 @@ _KILLED = 137
 
 @dataclass(frozen=True)
 class VolcanoRequest:
-    """What is submitted to `namespace`; `folder` holds what becomes the secret."""
+    """What is submitted to `namespace`: the job, and a secret made of the description of the run."""
 
     namespace: str
     job: dict[str, Any]
-    folder: Path
+    plan: Plan
 
     def bundle(self) -> Callable[[str], dict[str, Any]]:
         """The secret, given the uid of the job. Raises UserError if it is too large."""
-        files = [p for p in (self.folder / FOLDER).glob("*") if p.is_file()]
-        files += [self.folder / name for name in BUNDLE]
+        folder = Path(self.plan.description)
+        files = [p for p in (folder / FOLDER).glob("*") if p.is_file()]
+        files += [folder / name for name in BUNDLE]
         data = {file.name: file.read_bytes() for file in files}
         if (size := sum(map(len, data.values()))) > _SECRET_BYTES:
             raise UserError(
@@ -87,7 +88,7 @@ def request(app: AppDef, plan: Plan) -> VolcanoRequest:
         spec["priorityClassName"] = needs.priority_class
     metadata = {"name": name, "namespace": needs.namespace, "labels": {"app.kubernetes.io/name": "arriero"}}
     job = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Job", "metadata": metadata, "spec": spec}
-    return VolcanoRequest(needs.namespace, job, Path(plan.description))
+    return VolcanoRequest(needs.namespace, job, plan)
 
 
 def job_name(plan: Plan) -> str:

@@ -114,6 +114,11 @@ class Stored:
     phase: str = "Pending"
     retries: int = 0
 
+    @property
+    def aborted(self) -> bool:
+        """Another thread says so."""
+        return self.phase == "Aborted"
+
 
 class ApiServer:
     """Serves on a free port of loopback; `kubeconfig` names it. `refuse`: answer every POST with this."""
@@ -131,9 +136,10 @@ class ApiServer:
         self.kubeconfig = folder / "kubeconfig"
         cluster = {"name": "c", "cluster": {"server": f"http://127.0.0.1:{self._http.server_port}"}}
         context = {"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "rl"}}
-        users = [{"name": "u", "user": {}}]
-        config = {"clusters": [cluster], "contexts": [context], "users": users, "current-context": "x"}
-        self.kubeconfig.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **config}))
+        user: Json = {"name": "u", "user": {}}
+        config: Json = {"apiVersion": "v1", "kind": "Config", "current-context": "x"}
+        config |= {"clusters": [cluster], "contexts": [context], "users": [user]}
+        self.kubeconfig.write_text(json.dumps(config))
 
     def close(self) -> None:
         self.over = True
@@ -141,7 +147,9 @@ class ApiServer:
             for pod in job.pods:
                 if pod.process is not None and pod.process.poll() is None:
                     os.killpg(pod.process.pid, signal.SIGKILL)
+                    pod.process.wait()
         self._http.shutdown()
+        self._http.server_close()
 
     def run(self, namespace: str, stored: Stored) -> None:
         """The life of a job, as Volcano's controller leads it."""
@@ -149,11 +157,11 @@ class ApiServer:
         while (namespace, name) not in self.secrets:  # the kubelet waits for what it has to mount
             time.sleep(0.05)
         self._start(namespace, stored)
-        while not self.over and stored.phase in ("Running", "Restarting"):
+        while not self.over and stored.phase == "Running":
             time.sleep(0.05)
             with self.lock:
-                action = self._action(stored)
-                if stored.phase == "Aborted" or action is None:
+                action = None if stored.aborted else self._action(stored)
+                if action is None:
                     continue
                 stored.phase = {
                     "CompleteJob": "Completing", "TerminateJob": "Terminating", "RestartJob": "Restarting",
@@ -166,7 +174,7 @@ class ApiServer:
             else:
                 ends = {"CompleteJob": "Completed", "TerminateJob": "Terminated", "RestartJob": "Failed"}
                 stored.phase = ends[action]
-        if stored.phase == "Aborted":
+        if stored.aborted:
             for pod in stored.pods:
                 pod.kill()
 
@@ -281,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(404, f'pods "{found[2]}" not found')
         if not found[3]:
             return self._answer(200, self._view(pod))
-        return self._log(pod, follow=query.get("follow") == ["True"])
+        return self._log(pod, follow=query.get("follow", [""])[0].lower() == "true")
 
     def do_PUT(self) -> None:
         found = _JOBS.fullmatch(urlparse(self.path).path)

@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def missing() -> str:
 
 
 @contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
+def slurm(folder: Path) -> Generator[dict[str, str]]:
     """The environment in which sbatch finds the cluster."""
     for name in ("state", "log", *(f"spool/n{k}" for k in range(1, NODES + 1))):
         (folder / name).mkdir(parents=True)
@@ -104,7 +104,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 @contextmanager
-def _named_nodes() -> Iterator[None]:
+def _named_nodes() -> Generator[None]:
     """The nodes reach each other by name."""
     hosts = Path("/etc/hosts")
     before = hosts.read_text()
@@ -116,7 +116,7 @@ def _named_nodes() -> Iterator[None]:
 
 
 @contextmanager
-def _munge() -> Iterator[None]:
+def _munge() -> Generator[None]:
     for name in ("/run/munge", "/var/log/munge"):
         Path(name).mkdir(exist_ok=True)
         shutil.chown(name, "munge", "munge")

@@ -1,0 +1,158 @@
+"""Launching a thousand replicas: what schedulers are given, and the storm in which all arrive at the hub.
+
+Each simulated replica has two connections with TLS, one that registers as an agent does and one that sends a
+heartbeat a second; a real one has a third, for the records of its role. One hub, and three that replicate.
+
+    python benchmarks/hub.py [REPLICAS]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+
+from arriero.engine.broker import BrokerError
+from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_server import NatsServer, start_server
+from arriero.launchers import jobs
+from arriero.launchers.cluster import plan
+from arriero.launchers.crew import RemoteCrew
+from arriero.launchers.hub import edges, logs
+from arriero.launchers.profile import Cluster, Profile
+from arriero.schemas.crew import CREW_LOG, ORDERS_LOG, Arrived
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.run import RunOptions
+from tests.toys import toy_graph
+
+RUN = "storm"
+PROCESSES = 4
+BEATS_S = 10.0  # for how long heartbeats are counted
+BOUND_S = 300.0
+
+
+def rendered(spec: GraphSpec, on: Cluster) -> tuple[float, int]:
+    """Seconds to plan and render the launch on a scheduler, and the bytes of its script or manifest."""
+    began = time.perf_counter()
+    profile = Profile(on=on, gpus=1, image="registry.example/arriero", python="python3")
+    made = plan(spec, profile, run_id=RUN, run_dir="/runs/storm", description=Path("/tmp"), code="c0de")
+    text = jobs.rendered(made)
+    return time.perf_counter() - began, len(text)
+
+
+async def replica(url: str, token: str, name: str) -> None:
+    """Register, then a heartbeat a second until cancelled."""
+    broker = await NatsBroker.connect(url, token, run=RUN, timeout_s=BOUND_S)
+    here = Arrived(name=name, life=name, host=socket.gethostname())
+    await broker.append(CREW_LOG, f"arrived:{name}", here.model_dump_json().encode())
+    broker.start_pulse(f"{name}-0", lambda: b"alive", interval_s=1.0)
+    await asyncio.Event().wait()
+
+
+def replicas(urls: Sequence[str], token: str, names: Sequence[str]) -> None:
+    """Many of them in one process."""
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(replica(urls[i % len(urls)], token, name) for i, name in enumerate(names)))
+
+    asyncio.run(all_of_them())
+
+
+async def storm(spec: GraphSpec, servers: Sequence[NatsServer]) -> list[str]:
+    """Cells of a row: seconds until all are there, per second, CPU and memory of the hubs, heartbeats."""
+    broker = await NatsBroker.connect(
+        servers[0].url, servers[0].token, run=RUN, replicas=len(servers), storage="file"
+    )  # fmt: skip
+    await declared(broker, spec)
+    crew = RemoteCrew(spec, broker, {}, "{}")
+    following = asyncio.create_task(crew.follow())
+    names = [member.name for member in crew.processes]
+    hubs = [psutil.Process(s.process.pid) for s in servers]
+    before = sum(h.cpu_times().user + h.cpu_times().system for h in hubs)
+    context = multiprocessing.get_context("spawn")
+    urls = [s.url for s in servers]
+    crowd = [
+        context.Process(target=replicas, args=(urls, servers[0].token, names[k::PROCESSES]), daemon=True)
+        for k in range(PROCESSES)
+    ]
+    began = time.perf_counter()
+    for process in crowd:
+        process.start()
+    try:
+        await crew.all_arrived(BOUND_S)
+        took = time.perf_counter() - began
+        cpu = sum(h.cpu_times().user + h.cpu_times().system for h in hubs) - before
+        memory = max(h.memory_info().rss for h in hubs) >> 20
+        await broker.beats()
+        await asyncio.sleep(BEATS_S)
+        fresh = sum(beat.age_s < 2.0 for beat in (await broker.beats()).values())
+    finally:
+        for process in crowd:
+            process.kill()
+        following.cancel()
+        await broker.close()
+    return [f"{took:.1f}", f"{len(names) / took:.0f}", f"{cpu:.1f}", f"{memory}", f"{fresh} of {len(names)}"]
+
+
+async def declared(broker: NatsBroker, spec: GraphSpec) -> None:
+    """Servers that have just started are no cluster yet."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            everything = [*logs(spec), CREW_LOG, ORDERS_LOG]
+            return await broker.declare(edges(spec, RunOptions(run_id=RUN)), everything)
+        except BrokerError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.5)
+
+
+def hubs(count: int, folder: Path) -> list[NatsServer]:
+    """Servers that the replicas reach by name; several replicate."""
+    if count == 1:
+        return [start_server(folder, public="localhost")]
+    ports = [free_port() for _ in range(count)]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    token = "storm-storm-storm"
+    return [
+        start_server(
+            folder / str(k), public="localhost", token=token,
+            peers=[addresses[k], *(a for a in addresses if a != addresses[k])],
+        )
+        for k in range(count)
+    ]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    many = toy_graph(generators=1024).check()
+    for on in ("slurm", "kubernetes"):
+        seconds, size = rendered(many, on)
+        print(f"1024 replicas for {on}: rendered in {seconds:.2f} s, {size} bytes")
+    spec = toy_graph(generators=count - 4).check()  # prompts, reward, collect and trainer are there too
+    print(f"\n{'hubs':>4}  {'all there, s':>12}  {'per s':>6}  {'CPU, s':>7}  {'MB':>4}  heartbeats heard")
+    for number in (1, 3):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            servers = hubs(number, Path(folder))
+            for server in servers:
+                stack.callback(server.stop)
+            took, rate, cpu, memory, beats = asyncio.run(storm(spec, servers))
+            print(f"{number:>4}  {took:>12}  {rate:>6}  {cpu:>7}  {memory:>4}  {beats}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""What a graph becomes on a cluster: needs, the code that goes along, Slurm's script and Volcano's job."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.specs import AppDef
+
+from arriero.engine.errors import GraphError, UserError
+from arriero.launchers import jobs
+from arriero.launchers.cluster import Plan, cluster_app, plan, scheduler_name
+from arriero.launchers.profile import Profile, RoleNeeds, SlurmNeeds, read_profile
+from arriero.launchers.ship import code, user_archive
+from arriero.launchers.slurm_script import script
+from arriero.schemas.graph import GraphSpec
+from tests.toys import toy_graph
+
+
+def placed(
+    profile: Profile, spec: GraphSpec | None = None, *, generators: int = 1, ranks: int = 1, groups: int = 4
+) -> Plan:
+    return plan(
+        spec or toy_graph(generators=generators, ranks=ranks, groups=groups).check(), profile,
+        run_id="toy-1", run_dir="/shared/toy-1", description=Path("/shared/toy-1"), code="c0de",
+    )  # fmt: skip
+
+
+def place(plan: Plan, role: str) -> dict[str, Any]:
+    return next(p.model_dump() for p in plan.places if p.role == role)
+
+
+def test_the_hub_is_first_and_only_roles_that_compute_get_the_gpus_of_the_profile() -> None:
+    made = placed(Profile(gpus=1), generators=3)
+    assert [p.role for p in made.places] == ["hub", "prompts", "generator", "reward", "collect", "trainer"]
+    assert {p.role: p.gpus for p in made.places if p.gpus} == {"trainer": 1}
+    assert place(made, "generator")["tasks"] == 3
+
+
+def test_ranks_that_do_not_fit_on_a_node_are_spread_over_equal_parts() -> None:
+    # 12 ranks of one GPU, 8 GPUs a node: two nodes of six.
+    trainer = place(placed(Profile(gpus=1, gpus_per_node=8), ranks=12, groups=12), "trainer")
+    assert (trainer["tasks"], trainer["hosts"], trainer["ranks"], trainer["gpus"]) == (2, 2, 6, 6)
+    # 10 ranks, 4 GPUs a node: three nodes would need a third of a rank; five take two each.
+    assert place(placed(Profile(gpus=1, gpus_per_node=4), ranks=10, groups=10), "trainer")["hosts"] == 5
+
+
+def test_what_a_role_needs_may_be_said_for_one_rank() -> None:
+    needs = RoleNeeds(cpus=4, memory_mb=1000, gpus=0, env={"A": "b"})
+    trainer = place(placed(Profile(gpus=1, roles={"trainer": needs}), ranks=2), "trainer")
+    assert (trainer["cpus"], trainer["memory_mb"], trainer["gpus"]) == (8, 2000, 0)
+    assert (trainer["env"]["A"], trainer["env"]["OMP_NUM_THREADS"]) == ("b", "4")
+
+
+def test_needs_of_a_role_that_is_not_there_are_refused() -> None:
+    with pytest.raises(UserError, match="needs for trainr, which is no role of toy: prompts, generator"):
+        placed(Profile(roles={"trainr": RoleNeeds()}))
+
+
+def test_a_role_has_letters_and_digits_for_schedulers_and_no_two_have_the_same() -> None:
+    assert scheduler_name("Weight-Sync_2") == "weightsync2"
+    with pytest.raises(GraphError, match="the first one a letter"):
+        scheduler_name("2nd")
+    spec = toy_graph().check()
+    twice = spec.model_copy(
+        update={"nodes": (spec.nodes[0].model_copy(update={"role": "re-ward"}), *spec.nodes[1:])}
+    )
+    with pytest.raises(GraphError, match="both called reward"):
+        placed(Profile(), twice)
+
+
+def test_shared_memory_is_refused_between_hosts() -> None:
+    spec = toy_graph().check()
+    weights = {"transport": "shm", "lease_timeout_s": None}
+    trainer = spec.nodes[-1].model_copy(update={"config": {"weights": weights}})
+    spec = spec.model_copy(update={"nodes": (*spec.nodes[:-1], trainer)})
+    with pytest.raises(UserError, match="reaches one host only; take nixl, gloo, nccl or store"):
+        placed(Profile(), spec)
+    placed(Profile(slurm=SlurmNeeds(mode="packed")), spec)
+
+
+def test_the_app_is_one_that_any_scheduler_of_torchx_takes() -> None:
+    app: AppDef = cluster_app(placed(Profile(gpus=1), generators=3))
+    assert [(r.name, r.num_replicas, r.resource.gpu) for r in app.roles][:3] == [
+        ("hub", 1, 0), ("prompts", 1, 0), ("generator", 3, 0),
+    ]  # fmt: skip
+    assert app.roles[0].args[:3] == ["/shared/toy-1/ship/start.py", "c0de", "arriero.launchers.conduct"]
+    assert app.roles[2].args[-2:] == ["--replica", "${replica_id}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            '[profile.slurm]\npartion = "x"',
+            "profile.slurm.partion: unknown key; did you mean slurm.partition?",
+        ),
+        ("[profile.slurm]\ngpus = -1", "profile.slurm.gpus = -1 should be greater than or equal to 0"),
+        ("[profil.slurm]\n", "unknown table profil; a profile is a table"),
+        ('[profile.slurm]\non = "kubernetes"', "profile.slurm.on = 'kubernetes', but --on slurm"),
+        ("[profile.slurm\n", "is not TOML"),
+    ],
+)
+def test_a_mistake_in_a_profile_is_named_with_its_key(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "arriero.toml"
+    file.write_text(text)
+    with pytest.raises(UserError) as raised:
+        read_profile("slurm", "", file)
+    assert told in str(raised.value)
+
+
+def test_a_profile_has_the_name_of_its_scheduler_or_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "arriero.toml"
+    file.write_text('[profile.slurm]\ngpus = 2\n[profile.big]\non = "kubernetes"\nimage = "i"\n')
+    assert read_profile("slurm", "", file).gpus == 2
+    assert read_profile(None, "big", file).on == "kubernetes"
+    assert read_profile("slurm", "", tmp_path / "none.toml") == Profile(on="slurm")
+    with pytest.raises(UserError, match=r"no \[profile.small\]; there are: slurm, big"):
+        read_profile("slurm", "small", file)
+
+
+def test_the_code_of_a_run_is_the_same_bytes_each_time_and_runs_only_as_it_was_packed(tmp_path: Path) -> None:
+    packed = code([])
+    assert packed.digest == code([]).digest
+    folder = tmp_path / "ship"
+    packed.write(folder)
+    start = [sys.executable, str(folder / "start.py")]
+    environment = {"TMPDIR": str(tmp_path), "PATH": ""}
+
+    def run(digest: str) -> subprocess.CompletedProcess[str]:
+        words = [*start, digest, "arriero", "--version"]
+        return subprocess.run(
+            words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )  # fmt: skip
+
+    assert run(packed.digest).stdout.startswith("arriero ")
+    refused = run("0" * 64)
+    assert (refused.returncode, "is not what the run was launched with" in refused.stderr) == (2, True)
+
+
+def test_a_changed_archive_is_refused(tmp_path: Path) -> None:
+    packed = code([])
+    folder = tmp_path / "ship"
+    packed.write(folder)
+    (folder / "user.zip").write_bytes(b"something else")
+    words = [sys.executable, str(folder / "start.py"), packed.digest, "arriero", "--version"]
+    done = subprocess.run(
+        words, env={"TMPDIR": str(tmp_path), "PATH": ""}, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "user.zip is not what the run was launched with" in done.stderr
+
+
+def test_the_wheel_names_every_file_with_its_hash(tmp_path: Path) -> None:
+    packed = code([])
+    (wheel,) = (name for name in packed.files if name.endswith(".whl"))
+    (tmp_path / wheel).write_bytes(packed.files[wheel])
+    with zipfile.ZipFile(tmp_path / wheel) as archive:
+        record = archive.read(next(n for n in archive.namelist() if n.endswith("/RECORD"))).decode()
+        assert {line.split(",")[0] for line in record.splitlines()} == {*archive.namelist()}
+        assert "arriero/py.typed" in archive.namelist()
+    index = json.loads(packed.files["code.json"])
+    assert index[wheel] == hashlib.sha256(packed.files[wheel]).hexdigest()
+
+
+def test_the_users_modules_go_along_with_the_rest_of_their_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_own").mkdir()
+    for name in (
+        "mine_own/__init__.py",
+        "mine_own/used.py",
+        "mine_own/other.py",
+        "mine_alone.py",
+        "unused.py",
+    ):
+        (tmp_path / name).write_text("x = 1\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("mine_own.used", "mine_alone"):
+        importlib.import_module(name)
+    (tmp_path / "user.zip").write_bytes(user_archive([tmp_path]))
+    with zipfile.ZipFile(tmp_path / "user.zip") as archive:
+        assert sorted(archive.namelist()) == [
+            "mine_alone.py", "mine_own/__init__.py", "mine_own/other.py", "mine_own/used.py",
+        ]  # fmt: skip
+
+
+def sbatch_options(text: str) -> list[list[str]]:
+    """Of each component."""
+    found: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line == "#SBATCH hetjob":
+            found.append([])
+        elif line.startswith("#SBATCH"):
+            found[-1] += shlex.split(line)[1:]
+    return found
+
+
+def test_roles_with_gpus_are_components_of_their_own_and_the_rest_share_the_hubs() -> None:
+    needs = SlurmNeeds(partition="gpu", gpu_type="h100", time="60")
+    first, second = sbatch_options(script(placed(Profile(gpus=1, slurm=needs), ranks=2)))
+    assert {"--partition=gpu", "--time=60", "--signal=TERM@120", "--requeue"} <= {*first}
+    # Two CPUs of the hub and one each of prompts, generator, reward, collect.
+    assert {"--nodes=1", "--cpus-per-task=6"} <= {*first}
+    assert {"--ntasks=1", "--cpus-per-task=2", "--gpus-per-task=h100:2", "--partition=gpu"} <= {*second}
+
+
+def test_a_packed_job_is_one_allocation_for_all() -> None:
+    text = script(placed(Profile(gpus=1, slurm=SlurmNeeds(mode="packed", nodes=2)), generators=4, ranks=2))
+    (options,) = sbatch_options(text)
+    # 2 + 1 + 4 + 1 + 1 + 2 CPUs and 2 GPUs on two nodes.
+    assert {"--nodes=2", "--cpus-per-task=6", "--gpus-per-node=1"} <= {*options}
+    assert "--het-group" not in text
+
+
+def test_a_script_is_one_that_bash_reads(tmp_path: Path) -> None:
+    file = tmp_path / "job.sh"
+    file.write_text(script(placed(Profile(gpus=1, env={"QUOTED": "it's $HOME"}), ranks=2)))
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    assert "export QUOTED='it'\"'\"'s $HOME'" in file.read_text()
+
+
+def test_a_secret_is_a_file_on_slurm_and_never_a_value() -> None:
+    made = placed(Profile(secrets={"HF_TOKEN": "~/.hf/token"}))
+    assert "--secret 'HF_TOKEN=~/.hf/token'" in script(made)
+
+
+def test_what_is_rendered_for_a_thousand_replicas_is_no_longer_than_for_one() -> None:
+    one, many = (script(placed(Profile(gpus=1), generators=n)) for n in (1, 1024))
+    assert len(many) - len(one) < 20
+
+
+def test_a_handle_of_another_scheduler_is_refused() -> None:
+    with pytest.raises(UserError, match="a handle is slurm://JOB or kubernetes://NAMESPACE:NAME"):
+        jobs.find("pbs://12")
+    assert jobs.find("slurm://12").app_id == "12"
