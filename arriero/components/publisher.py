@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -28,14 +29,15 @@ class WeightPlane:
     """How new weights travel from the trainer to the generators.
 
     `shm`, shared memory, is for one host. Between hosts: `nixl` (RDMA or TCP), `gloo`, or `nccl` from GPU to
-    GPU; `host` is then an address of the trainer's host that generators reach. `store` writes each version
+    GPU; `host` is then an address of the trainer's host that generators reach, by default the one that the
+    launcher of a cluster knows it by, else that of this host alone. `store` writes each version
     into the folder `store`, any URL of fsspec. `lease_timeout_s`: how long a generator may read a version
     that is to be overwritten before it is named and no longer waited for; by default 30 s, or what its bytes
     take at 100 MB/s.
     """
 
     transport: TransportName = "shm"
-    host: str = "127.0.0.1"
+    host: str = ""
     store: str = ""
     lease_timeout_s: PositiveFloat | None = None
 
@@ -96,7 +98,7 @@ class Publisher:
             slots=context.staleness + 2,
             lease_timeout_s=plane.lease_timeout_s,
             secret=context.secret,
-            host=plane.host,
+            host=plane.host or os.environ.get("ARRIERO_HOST") or "127.0.0.1",
         )
 
     def _tensors(self) -> dict[str, Tensor]:
