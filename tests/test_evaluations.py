@@ -47,16 +47,19 @@ def test_rollouts_of_one_prompt_that_agree_count_once() -> None:
     assert 0.3 < none.high < 0.5  # six prompts without a right rollout don't prove that there is none
 
 
-def sent(origin: int, version: int) -> Admitted:
+def sent(origin: int, version: int, source: str = "a") -> Admitted:
     return Admitted(
-        id=f"p{origin}@{version}", origin=origin, split="eval", epoch=0, row=0, min_version=version
-    )
+        id=f"p{origin}@{version}", origin=origin, split="eval", epoch=0, row=0, min_version=version,
+        source=source,
+    )  # fmt: skip
 
 
-def back(origin: int, version: int, *outcomes: Outcome, source: str = "a", length: int = 3) -> Evaluated:
+def back(
+    origin: int, version: int, *outcomes: Outcome, source: str = "a", length: int = 3, newest: int = 0
+) -> Evaluated:
     return Evaluated(
-        id=f"p{origin}@{version}", origin=origin, version=version, outcomes=outcomes, source=source,
-        values=tuple(float(o is OK) for o in outcomes), lengths=(length,) * len(outcomes), truncated=1,
+        id=f"p{origin}@{version}", origin=origin, version=version, newest_version=newest, outcomes=outcomes,
+        source=source, values=tuple(float(o is OK) for o in outcomes), lengths=(length,) * len(outcomes), truncated=1,
     )  # fmt: skip
 
 
@@ -77,10 +80,31 @@ def test_a_report_counts_what_came_back_and_what_didnt() -> None:
     assert (newest["version"], newest["pass@1"], newest["prompts"]) == (2, 0.25, 2)
 
 
+def test_what_is_missing_is_told_of_its_own_data_set() -> None:
+    found = Evaluations()
+    for origin, source in ((-1, "a"), (-2, "b"), (-3, "b")):
+        found.event(sent(origin, 0, source))
+    found.event(back(-1, 0, OK, source="a"))
+    found.event(back(-2, 0, OK, source="b"))
+    found.event(DroppedEvent(node="generator", parent="p", origins=(-3,), reason="too_long"))
+    assert {r.source: r.missing for r in found.report(0)} == {"": 1, "a": 0, "b": 1}
+
+
+def test_versions_that_came_under_way_are_named() -> None:
+    found = Evaluations()
+    for origin in (-1, -2):
+        found.event(sent(origin, 20))
+    found.event(back(-1, 20, OK, newest=20))
+    assert evaluation_table(found.report(20)).splitlines()[1].startswith("20 ")
+    found.event(back(-2, 20, OK, newest=22))
+    assert [r.newest_version for r in found.report(20)] == [22]
+    assert evaluation_table(found.report(20)).splitlines()[1].startswith("20-22 ")
+
+
 def test_several_data_sets_are_reported_apart_too() -> None:
     found = Evaluations()
     for k, source in enumerate(["b", "a", "b"]):
-        found.event(sent(-1 - k, 0))
+        found.event(sent(-1 - k, 0, source))
         found.event(back(-1 - k, 0, OK if source == "a" else WRONG, source=source))
     assert [(r.source, r.prompts, r.pass_at[1].value) for r in found.report(0)] == [
         ("", 3, 1 / 3), ("a", 1, 1.0), ("b", 2, 0.0),
@@ -129,7 +153,7 @@ def test_an_evaluation_decodes_with_the_engine_that_it_is_given(
         (["eval"], "eval needs a model or run directory first"),
         (
             ["eval", "/nowhere", "--data", "d.jsonl"],
-            "model /nowhere is not a model directory: no such directory",
+            "/nowhere: no such directory; eval takes a model directory or the directory of a run",
         ),
     ],
 )
@@ -138,3 +162,55 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 ) -> None:
     assert main(words) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_run_in_an_environment_is_evaluated_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a reward without turns the model would look better or worse than it was trained to be."""
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(4)))
+    words = ["--model", peaked_model(tmp_path / "model"), "--data", str(data), "--data.held-out", "2"]
+    words += [
+        "--environment.kind",
+        "question",
+        "--environment.attempts",
+        "2",
+        "--samples",
+        "4",
+        "--slots",
+        "8",
+    ]
+    words += ["--turns", "3", "--sampling.max-new-tokens", "3", "--inline", "--quiet"]
+    run, more = tmp_path / "run", ["--groups-per-step", "2", "--steps", "1", "--environment.discount", "0.5"]
+    assert main(["run", "archer", *words, *more, "--run-dir", str(run)]) == 0
+    capsys.readouterr()
+    where = ["--inline", "--json", "--samples", "2", "--run-dir", str(tmp_path / "eval")]
+    assert main(["eval", str(run), *where]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["reports"]
+    assert (report["prompts"], report["samples"], report["version"]) == (2, 4, 1)
+    graph = json.loads((tmp_path / "eval" / "graph.json").read_text())
+    (episodes,) = [n["config"] for n in graph["nodes"] if "environment" in n["config"]]
+    assert (episodes["turns"], episodes["environment"]["attempts"]) == (3, 2)
+    assert main(["eval", str(run), "--reward", "contains", "--reward.text", "3", *where, "--overwrite"]) == 2
+    assert "reward and environment are both set" in capsys.readouterr().err
+
+
+def test_a_template_in_jinja_may_stand_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = ["check", "grpo", "--model", peaked_model(tmp_path / "model"), "--data", str(data)]
+    words += ["--sampling.max-new-tokens", "4"]
+    assert main([*words, "--chat", "{{ messages[0].content }}"]) == 0
+    assert "{{ messages[0].content }}" in capsys.readouterr().out
+    assert main([*words, "--chat", '{"template": ']) == 2
+    assert "is not JSON" in capsys.readouterr().err
+
+
+def test_the_list_names_what_can_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "grpo" in [line.split()[0] for line in told]
+    assert "evaluate" not in [line.split()[0] for line in told]

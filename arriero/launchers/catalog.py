@@ -23,6 +23,7 @@ from arriero.engine.errors import UserError, one_line
 if TYPE_CHECKING:
     from arriero.engine.graph import Graph
 
+EVALUATION = "evaluate"  # what `arriero eval` runs
 SHAPE = "a function named like its file: def name(cfg: Config) -> Graph (Config: a pydantic dataclass)"
 
 
@@ -42,12 +43,12 @@ class Pipeline:
 
 
 def listed() -> dict[str, str]:
-    """Pipelines that come with arriero: name and first line of the docstring; none is imported."""
+    """Pipelines that come with arriero and train: name and first line of the docstring; none is imported."""
     found: dict[str, str] = {}
     for folder in arriero.pipelines.__path__:
         for module in pkgutil.iter_modules([folder]):
             file = Path(folder) / f"{module.name}.py"
-            if module.name.startswith("_") or not file.exists():
+            if module.name.startswith("_") or module.name == EVALUATION or not file.exists():
                 continue
             tree = ast.parse(file.read_text(encoding="utf-8"))
             own = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == module.name]

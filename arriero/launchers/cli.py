@@ -241,8 +241,8 @@ def _run(args: list[str]) -> int:
 def _eval(args: list[str]) -> int:
     from arriero.launchers import catalog, evaluate
 
-    pipeline = catalog.find(evaluate.PIPELINE)
-    if text := _wants_help("eval", [evaluate.PIPELINE, *args]):
+    pipeline = catalog.find(catalog.EVALUATION)
+    if text := _wants_help("eval", [catalog.EVALUATION, *args]):
         return _printed(lambda: text)
     if not args or args[0].startswith("-"):
         raise UserError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from arriero.components.environments.episodes import Episodes
 from arriero.components.generator import Generator
 from arriero.components.prompts import PromptSource
 from arriero.components.verifiers.reward import RolloutReward
@@ -22,16 +23,19 @@ from arriero.launchers.resolver import Given
 from arriero.launchers.rundir import RunDir, write_json
 from arriero.schemas.evaluation import Evaluation
 
-PIPELINE = "evaluate"
-
 
 def target_of(word: str) -> tuple[Path, int, list[Assignment]]:
     """Model directory, version and settings that a model directory or a run directory stands for.
 
-    A run gives its data, reward, sampling and chat template, as far as it has them. Raises UserError.
+    A run gives its data, reward or environment, sampling and chat template. Raises UserError.
     """
     path = Path(word)
     run = RunDir(path.absolute())
+    if not path.is_dir():
+        raise UserError(
+            f"{path}: no such directory; eval takes a model directory or the directory of a run "
+            "(`arriero runs` lists those)"
+        )
     if not run.graph.is_file():
         return path, 0, [("model", Given(value=word, source="command line"))]
     if not run.model.is_dir():
@@ -48,11 +52,20 @@ def target_of(word: str) -> tuple[Path, int, list[Assignment]]:
             case RolloutReward():
                 found.append(("reward", Given(value=_table(component), source=source)))
             case Generator():
-                parts = {name: _table(getattr(component, name)) for name in ("sampling", "chat")}
-                found += [(name, Given(value=part, source=source)) for name, part in parts.items()]
+                found += _sampled(component, source)
+            case Episodes():
+                found += _sampled(component.generator, source)
+                own = _table(component, ("turns", "tokens", "seconds", "observation"))
+                own |= {"environment": _table(component.environment)}
+                found += [(name, Given(value=value, source=source)) for name, value in own.items()]
             case _:
                 pass
     return run.model, version, found
+
+
+def _sampled(generator: Generator, source: str) -> list[Assignment]:
+    parts = {name: _table(getattr(generator, name)) for name in ("sampling", "chat")}
+    return [(name, Given(value=part, source=source)) for name, part in parts.items()]
 
 
 def conclude(run: RunDir, *, model: Path, version: int, as_json: bool) -> str:
@@ -60,7 +73,9 @@ def conclude(run: RunDir, *, model: Path, version: int, as_json: bool) -> str:
     summary = run.read_summary()
     result = Evaluation(
         model=str(model), weights_sha256=weights_sha256(model), version=version, intervals=INTERVALS,
-        reports=tuple(r.model_copy(update={"version": version}) for r in summary.evaluations),
+        reports=tuple(
+            r.model_copy(update={"version": version, "newest_version": version}) for r in summary.evaluations
+        ),
     )  # fmt: skip
     write_json(run.path / "evaluation.json", result)
     if as_json:

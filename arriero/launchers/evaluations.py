@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, variance
 
@@ -57,21 +57,21 @@ class Evaluations:
     """The held-out prompts of each version: which were sent, and what came back."""
 
     def __init__(self) -> None:
-        self._versions: dict[int, int] = {}  # of a prompt under way, by origin
-        self._missing: defaultdict[int, int] = defaultdict(int)
+        self._sent: dict[int, Admitted] = {}  # prompts under way, by origin
+        self._missing: Counter[tuple[int, str]] = Counter()  # by version and data set
         self._back: defaultdict[int, list[Evaluated]] = defaultdict(list)
 
     def event(self, event: Event) -> None:
         """Take an event into account."""
         match event:
             case Admitted() if event.split == "eval":
-                self._versions[event.origin] = event.min_version
+                self._sent[event.origin] = event
             case Evaluated():
-                self._versions.pop(event.origin, None)
+                self._sent.pop(event.origin, None)
                 self._back[event.version].append(event)
             case DroppedEvent():
-                for version in [self._versions.pop(o) for o in event.origins if o in self._versions]:
-                    self._missing[version] += 1
+                for lost in [self._sent.pop(o) for o in event.origins if o in self._sent]:
+                    self._missing[lost.min_version, lost.source] += 1
             case _:
                 pass
 
@@ -93,9 +93,10 @@ class Evaluations:
     def report(self, version: int) -> list[EvaluationReport]:
         """All data sets together, then each one if there are several; empty if nothing came back."""
         back = self._back.get(version, [])
+        missing = {s: n for (v, s), n in self._missing.items() if v == version}
         sources = sorted({e.source for e in back})
-        whole = [_report(back, version, "", self._missing[version])] if back else []
-        each = [_report([e for e in back if e.source == s], version, s, 0) for s in sources]
+        whole = [_report(back, version, "", sum(missing.values()))] if back else []
+        each = [_report([e for e in back if e.source == s], version, s, missing.get(s, 0)) for s in sources]
         return [*whole, *(each if len(each) > 1 else [])]
 
 
@@ -104,7 +105,8 @@ def _report(back: Sequence[Evaluated], version: int, source: str, missing: int) 
     samples, fewest = sum(n for n, _ in right), min(n for n, _ in right)
     ks = [k for k in (*(2**i for i in range(20)), fewest) if k <= fewest]
     return EvaluationReport(
-        version=version, source=source, prompts=len(back), missing=missing, samples=samples,
+        version=version, newest_version=max([version, *(e.newest_version for e in back)]),
+        source=source, prompts=len(back), missing=missing, samples=samples,
         no_verdict=sum(o not in VERDICTS for e in back for o in e.outcomes),
         truncated=sum(e.truncated for e in back),
         pass_at={
@@ -123,12 +125,17 @@ def evaluation_table(reports: Sequence[EvaluationReport]) -> str:
         k = max(r.pass_at)
         most = f"{k}: {r.pass_at[k].value:.1%}" if k > 1 else "-"
         rows.append(
-            (str(r.version), r.source or "all", str(r.prompts), str(r.samples), shown(r.pass_at[1], "{:.1%}"),
+            (_versions(r), r.source or "all", str(r.prompts), str(r.samples), shown(r.pass_at[1], "{:.1%}"),
              most, shown(r.avg, "{:.3f}"), shown(r.length, "{:.0f}"), str(r.missing))
         )  # fmt: skip
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _versions(report: EvaluationReport) -> str:
+    newest = report.newest_version
+    return f"{report.version}-{newest}" if newest > report.version else str(report.version)
 
 
 def shown(estimate: Estimate, form: str) -> str:

@@ -305,4 +305,5 @@ def _section_value(kind: Section, given: Given) -> Any:
     word = str(given.value[-1])
     if kind.optional and word.lower() == "none":
         return None
-    return json.loads(word) if word.startswith("{") else word
+    # No object in JSON begins so, but a template in Jinja may.
+    return json.loads(word) if word.startswith("{") and not word.startswith(("{{", "{%")) else word

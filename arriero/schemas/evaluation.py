@@ -20,9 +20,11 @@ class EvaluationReport(Message):
 
     `pass_at[k]`: the chance that one of k rollouts is right. `avg`: mean reward of a rollout; `length`:
     tokens sampled. `missing`: prompts that gave no scores (too long, say); they are in no mean.
+    `newest_version`: above `version` where weights changed while the prompts were under way.
     """
 
     version: NonNegativeInt
+    newest_version: NonNegativeInt = 0
     source: str = ""
     prompts: NonNegativeInt
     missing: NonNegativeInt = 0

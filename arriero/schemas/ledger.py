@@ -15,7 +15,8 @@ from arriero.schemas.messages import DropReason, Message, Outcome, Split
 class Admitted(Message):
     """A source record was let into the graph: training prompt number `origin` (from 0), or a held-out prompt.
 
-    Held-out prompts have negative origins and take no place in the admission window.
+    Held-out prompts have negative origins and take no place in the admission window. `source`: the prompt's
+    data set.
     """
 
     kind: Literal["admitted"] = "admitted"
@@ -25,6 +26,7 @@ class Admitted(Message):
     epoch: NonNegativeInt
     row: NonNegativeInt
     min_version: NonNegativeInt
+    source: str = ""
 
 
 class DroppedEvent(Message):
@@ -65,6 +67,7 @@ class Trained(Message):
 class Evaluated(Message):
     """A held-out prompt came back: the scores of its samples. `version` is the one it was sent for.
 
+    `newest_version`: the newest that sampled a token of them; a generator may take newer weights under way.
     `lengths`: tokens sampled, by sample; `truncated`: samples that ended at the limit; `source`: its data
     set.
     """
@@ -73,6 +76,7 @@ class Evaluated(Message):
     id: str
     origin: int
     version: NonNegativeInt
+    newest_version: NonNegativeInt = 0
     values: tuple[FiniteFloat, ...]
     outcomes: tuple[Outcome, ...]
     lengths: tuple[NonNegativeInt, ...] = ()

@@ -114,6 +114,7 @@ def held_out(record: Record) -> Evaluated | None:
     prompt = record.group.prompt
     return Evaluated(
         id=prompt.id, origin=prompt.origins[0], version=prompt.min_version,
+        newest_version=max([prompt.min_version, *(int(r.versions.max()) for r in record.group.rollouts)]),
         values=tuple(s.value for s in record.scores), outcomes=tuple(s.outcome for s in record.scores),
         lengths=tuple(int(r.mask.sum()) for r in record.group.rollouts), source=prompt.source,
         truncated=sum(r.finish == "length" for r in record.group.rollouts),

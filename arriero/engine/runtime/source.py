@@ -146,6 +146,7 @@ class SourceRunner(NodeRunner):
             epoch=epoch,
             row=row,
             min_version=min_version,
+            source=prompt.source if prompt else "",
         )
         await self.give(output, (), first=event)
 
