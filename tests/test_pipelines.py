@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -182,3 +186,28 @@ def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -
     assert [s["tokens"] > 8 * 3 * 2 for s in steps] == [True, True]
     dropped = (tmp_path / "run" / "ledger.jsonl").read_text().count("all rewards are 0.0")
     assert dropped > 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("name", ["remax", "vmpo"])
+def test_a_baseline_and_a_bound_of_their_own_hold_in_processes_too(name: str, tmp_path: Path) -> None:
+    policy_gradient_fields(tmp_path)
+    command = [
+        sys.executable, "-m", "arriero", "run", name, "--run-dir", str(tmp_path / "run"),
+        "--model", str(tmp_path / "tiny"), "--data", str(tmp_path / "sums.jsonl"), "--reward", "contains",
+        "--reward.text", "3", "--sampling.max-new-tokens", "5", "--steps", "8", "--groups-per-step", "8",
+        "--samples", "8", "--slots", "72", "--optimizer.lr", "1e-2",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in steps] == list(range(1, 9))
+    if name == "vmpo":  # four updates a batch: the multiplier has found the one that keeps them within 0.01
+        assert 0.005 < sum(s["kl"] for s in steps[-4:]) / 4 < 0.02
+        assert steps[-1]["multiplier"] != steps[0]["multiplier"]
+    else:  # the greedy response is sampled and scored, and not trained on: at most 64 of five tokens
+        assert all(s["tokens"] <= 8 * 8 * 5 for s in steps)
+        assert {s["kl"] < 1e-6 for s in steps} == {True}
