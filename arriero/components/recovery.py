@@ -43,7 +43,7 @@ class Recovery:
         if not context.made:
             return
         store = CheckpointStore(checkpoints.place(context.run_dir, context.run_id, context.node))
-        if (found := _agreed(store, self._oldest_needed, self.version, ranks)) is not None:
+        if (found := _agreed(store, self._oldest_needed, ranks)) is not None:
             restore(state, store, found)
         _log.warning(
             "%s goes on from version %d: a checkpoint of version %d and %d recorded batches",
@@ -106,13 +106,12 @@ class Recovery:
         return self._record.trained_batch(step)
 
 
-def _agreed(store: CheckpointStore, wanted: int, newest: int, ranks: Ranks) -> int | None:
-    """The newest checkpoint that is old enough, or else any up to `newest`, as the first rank finds it."""
+def _agreed(store: CheckpointStore, at_most: int, ranks: Ranks) -> int | None:
+    """The newest checkpoint that is old enough, as the first rank finds it; None: begin with the model."""
     from arriero.engine.weights.ranks import first_says
 
     def look() -> bytes:
-        found = store.newest(at_most=wanted)
-        found = store.newest(at_most=newest) if found is None and wanted < newest else found
+        found = store.newest(at_most=at_most)
         return b"" if found is None else str(found).encode()
 
     said = first_says(ranks, look)

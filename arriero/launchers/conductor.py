@@ -126,8 +126,8 @@ class Conductor:
             with suppress(BrokerError, TimeoutError):
                 await asyncio.wait_for(broker.close(), _CLOSE_S)
 
-    def conclude(self, outcome: Outcome) -> int:
-        """Write the summary, show how it ended; the exit code."""
+    def conclude(self, outcome: Outcome, *, told: bool = True) -> int:
+        """Write the summary, show how it ended (unless not `told`); the exit code."""
         if outcome.state == "finished" and (why := self.reporter.fruitless()):
             outcome = Outcome(state="failed", failure=Failure(message=why, code=2))
         if outcome.state == "finished" and self._recording is not None and self._recording.failure:
@@ -137,7 +137,9 @@ class Conductor:
             self._recording.note(outcome.state, message)
         self.reporter.ended(self.supervisor.counts)
         summary = self.reporter.finish(outcome.state, message, self.supervisor.restarts.counts)
-        if summary.error:
+        if not told:
+            pass
+        elif summary.error:
             print(f"arriero: error: {summary.error}", file=sys.stderr, flush=True)
         elif self._result:
             print(result_screen(summary, self._run.path), flush=True)

@@ -25,12 +25,14 @@ _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", 
 class Failure:
     """`message` is all that is shown. Of failures seen together the lowest `weight` is the cause.
 
-    `code`: 2 for what the user can mend, said in one line; 1 for a fault.
+    `code`: 2 for what the user can mend, said in one line; 1 for a fault. `again`: all of the run may start
+    again, from what is certain.
     """
 
     message: str
     code: int = 1
     weight: int = 1
+    again: bool = False
 
 
 def killed(name: str, number: int, log: object) -> Failure:

@@ -32,6 +32,7 @@ from arriero.engine.nats_server import NatsServer, start_server
 from arriero.engine.rates import backlogs, capacities
 from arriero.launchers.parent import die_with_launcher
 from arriero.launchers.place import attempt
+from arriero.launchers.resuming import fill_ledger
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import CONTROL_LOG, LEDGER_LOG, lengths_log, loop_log
@@ -184,6 +185,7 @@ async def _declare_and_wait(
     broker = await NatsBroker.connect(server.url, server.token, run=options.run_id)
     try:
         await declare(broker, spec, options)
+        await fill_ledger(broker, RunDir(run_dir))
         publish(run_dir / HUB_FILE, HubAddress(url=server.url, attempt=attempt()))
         await told.or_dead(server)
         if server.process.poll() is not None:

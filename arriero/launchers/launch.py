@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,13 +18,14 @@ from arriero.engine.memory import MemoryBroker
 from arriero.engine.nats import NatsBroker
 from arriero.engine.runtime.role import Stopped, run_role
 from arriero.launchers.appdef import app_def, visible_devices
-from arriero.launchers.conductor import Conductor, end_roles, gone, interrupts
+from arriero.launchers.conductor import Conductor, Outcome, end_roles, gone, interrupts
 from arriero.launchers.hub import HUB_FILE, TOKEN, claim_store, clean, declare, wait_for_hub
 from arriero.launchers.local import LocalApp, Process
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.parent import LAUNCHER
 from arriero.launchers.place import attempt
 from arriero.launchers.provenance import own_gpus
+from arriero.launchers.resuming import fill_ledger, go_on
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import RunOptions
@@ -36,12 +38,27 @@ _LEAVE_S, _HUB_LEAVE_S = 1.2, 1.2
 def launch(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
     """Run `spec` in processes of this machine until it ends; the exit code. Call it from the main thread.
 
+    When a process is lost that can't come back by itself, everything starts again, up to `options.restarts`
+    times, from the newest version that is certain.
+
     `run` holds graph.json and options.json already. Raises UserError for a graph that can't be launched.
     """
-    try:
-        return asyncio.run(_launched(spec, options, run, launch))
-    finally:
-        clean(run.path, options.run_id)
+    number = 0
+    while True:
+        number += 1
+        try:
+            conductor, outcome = asyncio.run(_launched(spec, options, run, launch))
+        finally:
+            clean(run.path, options.run_id)
+        failure = outcome.failure
+        if failure is None or not failure.again or number > options.restarts:
+            return conductor.conclude(outcome)
+        conductor.conclude(outcome, told=False)
+        first = failure.message.partition("\n")[0]
+        resumed = go_on(spec, options, run, why=first)
+        versions = ", ".join(f"version {v} of {name}" for name, v in resumed.versions.items())
+        told = f"{first}; all of the run starts again, from {versions} ({number} of {options.restarts})"
+        print(f"arriero: {told}", file=sys.stderr, flush=True)
 
 
 def inline(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
@@ -56,7 +73,9 @@ def inline(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOpti
         clean(run.path, options.run_id)
 
 
-async def _launched(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
+async def _launched(
+    spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions
+) -> tuple[Conductor, Outcome]:
     (run.path / HUB_FILE).unlink(missing_ok=True)
     token = secrets.token_urlsafe(32)
     python_path = os.pathsep.join(p for p in (*launch.python_path, os.environ.get("PYTHONPATH", "")) if p)
@@ -79,13 +98,14 @@ async def _launched(spec: GraphSpec, options: RunOptions, run: RunDir, launch: L
             await _end_hub(app.processes)
         finally:
             app.close()
-    return conductor.conclude(outcome)
+    return conductor, outcome
 
 
 async def _inlined(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
     conductor = Conductor(spec, options, run, launch, None)
     hub = MemoryBroker()
     await declare(hub, spec, options)
+    await fill_ledger(hub, run)
 
     async def replica(role: str, number: int) -> None:
         broker = hub.connect()

@@ -34,6 +34,8 @@ class Arguments:
     profile: str = ""  # of arriero.toml; default the one called like the cluster
     wait: bool = False  # on a cluster: show what the run says until it is over
     overwrite: bool = False  # empty the run directory if it has been used
+    resume: Path | None = None  # a run's directory: go on with it, with the options that it had
+    allow_change: tuple[str, ...] = ()  # with resume: keys that may differ from what the run was made of
     inline: bool = False  # everything in this process, without servers
     deterministic: bool = False  # the same numbers every time, at some cost in speed
     seed: NonNegativeInt = 0

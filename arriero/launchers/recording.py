@@ -11,6 +11,7 @@ from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.lineage.recorder import Recorder
 from arriero.engine.lineage.writer import LineageWriter
 from arriero.launchers.failures import Failure, raised
+from arriero.launchers.resuming import read_history
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.stamping import stamp
 from arriero.schemas.graph import GraphSpec
@@ -35,7 +36,8 @@ class Recording:
             manifest_sha256=_sha256(run.manifest),
             options_sha256=_sha256(run.options),
         )
-        self._writer = LineageWriter(options.record_url or str(run.lineage), opened)
+        resumed, _ = read_history(run)
+        self._writer = LineageWriter(options.record_url or str(run.lineage), opened, resumed)
         self._recorder = Recorder(spec, self._writer, lease_s=options.lease_s)
         self.event: Callable[[Event], None] = self._recorder.event
         self._task: asyncio.Task[None] | None = None

@@ -20,6 +20,7 @@ from arriero.engine.runtime.source import steps
 from arriero.launchers.board import Board
 from arriero.launchers.failures import Failure, dead_letters, raised
 from arriero.launchers.progress import Display, View
+from arriero.launchers.resuming import read_history
 from arriero.launchers.rundir import RunDir, write_json
 from arriero.launchers.summary import Account, State
 from arriero.launchers.vitals import Vitals
@@ -54,6 +55,7 @@ class Reporter:
         self._last_drop: DroppedEvent | None = None
         self._last = b""
         self._newest: Trained | None = None
+        self._past = len(read_history(run)[1])  # events to come that are in the files already
         self._files: list[TextIO] = [run.ledger.open("a"), run.metrics.open("a")]
         self._board = Board(run.tensorboard)
 
@@ -62,7 +64,11 @@ class Reporter:
         try:
             async for payload in broker.follow(LEDGER_LOG):
                 self._last = payload
-                self._take(EVENT.validate_json(payload))
+                if self._past:
+                    self._past -= 1
+                    self._count(EVENT.validate_json(payload), math.nan)
+                else:
+                    self._take(EVENT.validate_json(payload))
         except BrokerError:
             pass  # whoever supervises hears of it too
         except Exception as error:  # noqa: BLE001  # a run without its record must not go on
@@ -151,24 +157,31 @@ class Reporter:
         missing = f"{self.ledger.in_flight} prompts and {held_out} held-out ones"
         return f"the ledger doesn't balance: {missing} are unaccounted for"
 
-    def _take(self, event: Event) -> None:
-        now = time.monotonic()
+    def _count(self, event: Event, at_s: float) -> None:
+        """Take an event into account; `at_s` is not a number for one of an earlier life of the run."""
         try:
             self.ledger.apply(event)
         except LedgerError as error:
             self._contradictions.append(f"the ledger contradicts itself: {error}")
-        self._account.event(event, now)
-        if self._recording is not None:
-            self._recording.event(event)
-        print(event.model_dump_json(), file=self._files[0], flush=True)
+        self._account.event(event, at_s)
         match event:
             case Admitted() if event.split == "eval":
                 self._held_out.add(event.origin)
             case Evaluated():
                 self._held_out.discard(event.origin)
             case DroppedEvent():
-                self._last_drop = event
                 self._held_out.difference_update(event.origins)
+            case _:
+                pass
+
+    def _take(self, event: Event) -> None:
+        self._count(event, time.monotonic())
+        if self._recording is not None:
+            self._recording.event(event)
+        print(event.model_dump_json(), file=self._files[0], flush=True)
+        match event:
+            case DroppedEvent():
+                self._last_drop = event
                 if event.reason == "dead_letter":
                     self._bury(event)
             case Trained():

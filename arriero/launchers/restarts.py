@@ -7,8 +7,9 @@
 | source                   | the ledger: it passes over what is settled, and sends again what is under way |
 | trainer, with a record   | its checkpoint and the recorded batches after it                              |
 
-A component that learns and keeps no checkpoints can't come back: its end ends the run, as does that of a
-trainer on several ranks. An error that a component raises isn't tried again: it would come back.
+Without the hub, and without a trainer on several ranks or without a record, all of the run starts again,
+from what is certain (`resuming`). A component that learns and keeps no checkpoints can't come back: its end
+ends the run. An error that a component raises isn't tried again: it would come back.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from collections.abc import Callable
 
 from arriero.engine.broker import Broker
 from arriero.engine.component import Recovers
+from arriero.engine.errors import UserError
 from arriero.engine.portable import resolve
 from arriero.engine.runtime.journal import record
 from arriero.launchers.failures import killed, signal_name
 from arriero.launchers.replicas import Replica
+from arriero.launchers.resuming import check_can_go_on
 from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.ledger import Restarted
 from arriero.schemas.messages import Weights
@@ -35,6 +38,7 @@ class Restarts:
 
     def __init__(self, spec: GraphSpec, options: RunOptions, start: Callable[[str], Replica] | None) -> None:
         self._start, self._most = start, options.restarts
+        self._spec, self._options = spec, options
         self._roles = {role for role in spec.roles if _replaceable(spec, role, options)}
         self._began = time.monotonic()
         self._at: dict[str, float] = {}
@@ -53,6 +57,16 @@ class Restarts:
             and p.role in self._roles
             and self.counts[p.name] < self._most
         )
+
+    def may_all(self, p: Replica | None) -> bool:
+        """Whether the run could go on as a whole without `p` (None: without its broker)."""
+        if self._start is None or (p is not None and not p.hub and p.role in self._roles):
+            return False
+        try:
+            check_can_go_on(self._spec, self._options)
+        except UserError:
+            return False
+        return True
 
     async def again(self, p: Replica, broker: Broker, number: int) -> Replica | None:
         """Start `p`, which signal `number` has ended, again; None if the run has come to its end meanwhile.

@@ -1,6 +1,6 @@
 """The run directory: what a run is made of, what it reports and what it leaves.
 
-graph.json options.json manifest.json    written before anything starts, never changed
+graph.json options.json manifest.json    written before anything starts, and when the run goes on
 metrics.jsonl ledger.jsonl logs/ tensorboard/ lineage/    appended while it runs
 summary.json model/    when it is over
 """
@@ -58,6 +58,11 @@ class RunDir:
         return self.path / "ledger.jsonl"
 
     @property
+    def history(self) -> Path:
+        """Of a run that goes on: what counts of its ledger."""
+        return self.path / "history.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -82,6 +87,12 @@ class RunDir:
         write_json(self.graph, spec, mode=0o600)  # a configuration may hold a password, unmasked here
         write_json(self.options, options)
         write_json(self.manifest, manifest)
+
+    def begin_again(self, number: int, spec: GraphSpec, options: RunOptions, manifest: RunManifest) -> None:
+        """As `begin`, for the `number`-th time that the run goes on; what it was made of before is kept."""
+        for path in (self.graph, self.options, self.manifest):
+            path.rename(path.with_stem(f"{path.stem}-before-{number}"))
+        self.begin(spec, options, manifest)
 
     def read_graph(self) -> GraphSpec:
         """Raises UserError if the file is missing or is not a graph; so do the others."""
@@ -115,6 +126,17 @@ def create(path: Path, *, overwrite: bool = False) -> RunDir:
         raise UserError(f"{error.filename} is not a directory; choose another --run-dir") from error
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror}; choose another --run-dir") from error
+    return run
+
+
+def reopen(path: Path) -> RunDir:
+    """The directory of a run that has ended. Raises UserError for one that goes on, and for any other."""
+    run = RunDir(path.absolute())
+    run.read_manifest()
+    if (pid := running(run)) is not None:
+        raise UserError(f"{run.path} is in use by process {pid}; wait until that run ends")
+    for folder in (run.logs, run.tensorboard):
+        folder.mkdir(exist_ok=True)
     return run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -38,7 +39,7 @@ class Account:
         self._counts: dict[tuple[str, int], Mapping[str, int]] = {}  # of the last heartbeat, or of the end
 
     def event(self, event: Event, at_s: float) -> None:
-        """`at_s` is any clock in seconds, the same for all events."""
+        """`at_s`: any clock in seconds, the same for all events; not a number for one of an earlier life."""
         self.evaluations.event(event)
         match event:
             case Trained():
@@ -68,7 +69,7 @@ class Account:
 
     def step_s(self) -> float | None:
         """Median seconds between versions, after the first two where four or more were made."""
-        times = [at for at, _ in self._trained]
+        times = [at for at, _ in self._trained if not math.isnan(at)]
         gaps = [b - a for a, b in pairwise(times[_WARM_UP:] if len(times) >= _WARM_UP + 2 else times)]
         return median(gaps) if gaps else None
 

@@ -18,6 +18,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.rates import backlogs, capacities
@@ -134,6 +135,7 @@ class Supervisor:
                 Failure(
                     message=f"the message broker is lost: {error}" + (f"; its log is {log}" if log else ""),
                     weight=3,
+                    again=self.restarts.may_all(None),
                 )
             )
         except Exception as error:  # noqa: BLE001  # nobody else would notice that this watch has ended
@@ -146,13 +148,15 @@ class Supervisor:
             return
         self._gone.add(p.name)
         self._changed.set()
+        again = self.restarts.may_all(p)
         if code < 0:
-            self.fail(killed(p.name, -code, p.log))
+            self.fail(replace(killed(p.name, -code, p.log), again=again))
             return
         # What its nodes said may still be on its way; the exit code alone says little.
         await asyncio.sleep(SETTLE_S / 2)
         if code != 0 or p.hub or not self._role_ended(p.role, p.replica):
-            self.fail(exited(p.name, code, p.log, p.said()))
+            failure = exited(p.name, code, p.log, p.said())
+            self.fail(replace(failure, again=again and failure.weight == 0))  # a rank was killed
 
     async def _start_again(self, p: Replica, broker: Broker, number: int) -> None:
         again = await self.restarts.again(p, broker, number)
@@ -231,7 +235,8 @@ class Supervisor:
             p.signal(signal.SIGKILL)  # its end is seen, and it starts again
             return
         shown = name if rank == "0" else f"{name} rank {rank}"
-        self.fail(silent(shown, self._age_s(key), self._bound_s(key), self._log(name), self._waits()))
+        failure = silent(shown, self._age_s(key), self._bound_s(key), self._log(name), self._waits())
+        self.fail(replace(failure, again=p is not None and self.restarts.may_all(p)))
 
     def _log(self, name: str) -> object:
         return self._processes[name].log if name in self._processes else None

@@ -39,10 +39,16 @@ class Opened(Message):
 
 
 class Reopened(Message):
-    """The recorder started again; `cut_bytes` of an unfinished commit were taken off the end."""
+    """The recorder started again; `cut_bytes` of an unfinished commit were taken off the end.
+
+    What the run is made of from here on, as in `Opened`; empty where nothing is said.
+    """
 
     kind: Literal["reopened"] = "reopened"
     cut_bytes: NonNegativeInt
+    graph_digest: str = ""
+    manifest_sha256: str = ""
+    options_sha256: str = ""
 
 
 class Noted(Message):

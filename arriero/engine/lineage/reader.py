@@ -124,6 +124,9 @@ class Lineage:
                 self.closed = entry
             case Reopened():
                 self.closed = None
+                told = entry.model_dump(include={"graph_digest", "manifest_sha256", "options_sha256"})
+                if self.opened is not None and entry.graph_digest:
+                    self.opened = self.opened.model_copy(update=told)
             case Redacted():
                 self.redacted.update((*entry.groups, *entry.records, *entry.batches))
                 self.reasons.append(entry.reason)

@@ -49,9 +49,10 @@ Item = Seen | Event | RunEntry
 class LineageWriter:
     """One per record at a time; not for several threads at once."""
 
-    def __init__(self, url: str, opened: Opened) -> None:
+    def __init__(self, url: str, opened: Opened, resumed: Resumed | None = None) -> None:
         """Begin the record at `url`, or take it up where the last whole commit ended.
 
+        `resumed`: the run goes on from there, and that is the next entry.
         Raises ChainError if the record is damaged or of another run.
         """
         self._chain = Chain(url)
@@ -67,7 +68,14 @@ class LineageWriter:
             if isinstance(entry, Opened) and entry.run_id != opened.run_id:
                 raise ChainError(f"{url} holds the record of run {entry.run_id}")
             self._remember(entry)
-        self._write([Reopened(cut_bytes=self._chain.cut_bytes)])
+        again = Reopened(
+            cut_bytes=self._chain.cut_bytes, graph_digest=opened.graph_digest,
+            manifest_sha256=opened.manifest_sha256, options_sha256=opened.options_sha256,
+        )  # fmt: skip
+        entries: list[Entry] = [again, *([Noted(event=resumed)] if resumed else [])]
+        self._write(entries)
+        for entry in entries:
+            self._remember(entry)
 
     @property
     def anchor(self) -> Anchor:

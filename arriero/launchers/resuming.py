@@ -1,0 +1,172 @@
+"""A run that has ended goes on, in its own directory: after Ctrl-C, a crash, or its last step.
+
+    ledger (of the record, if there is one) -> the newest version that each trainer can come back to
+        -> `Resumed`: what came after it is undone -> history.jsonl, which the new hub fills the ledger with
+
+The ledger file and the record keep what was undone: they are only ever added to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from arriero.engine.broker import Broker
+from arriero.engine.checkpoints import CheckpointStore
+from arriero.engine.component import Recovers
+from arriero.engine.errors import UserError
+from arriero.engine.graph import Graph
+from arriero.engine.lineage.chain import ChainError
+from arriero.engine.lineage.reader import Lineage
+from arriero.engine.portable import resolve
+from arriero.engine.runtime.journal import record
+from arriero.engine.runtime.ledger import effective
+from arriero.engine.runtime.outputs import together
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import EVENT, Admitted, Event, Resumed, Trained
+from arriero.schemas.messages import Weights
+from arriero.schemas.run import RunOptions
+
+_AT_ONCE = 64
+
+
+def go_on(
+    spec: GraphSpec,
+    options: RunOptions,
+    run: RunDir,
+    *,
+    why: str = "",
+    changed: Mapping[str, str] | None = None,
+    anew: bool = False,
+) -> Resumed:
+    """Prepare the directory of a run that has ended for `launch`; what the run goes on from.
+
+    `anew`: prompts that were under way stay dropped, for the data have changed. Raises UserError for a graph
+    that can't go on, and for a record or ledger that can't be read.
+    """
+    check_can_go_on(spec, options)
+    kept = _record(options, run) if options.record else None
+    events = kept.events if kept is not None else _ledger(run.ledger)
+    history = effective(events)
+    made = [e for e in history if isinstance(e, Trained)]
+    versions = {
+        name: _newest(spec, name, [e for e in made if e.node == name], options, run, kept)
+        for name in trainers(spec)
+    }
+    number = 1 + sum(isinstance(e, Resumed) for e in events)
+    told = tuple(f"{key}: {what}" for key, what in (changed or {}).items())
+    resumed = Resumed(number=number, versions=versions, anew=anew, changed=told, why=why)
+    history = effective([*history, resumed])
+    _write(run.ledger, [*events, resumed])
+    _write(run.history, [resumed, *history])
+    _cut_metrics(run.metrics, min(versions.values(), default=0))
+    run.summary.unlink(missing_ok=True)
+    return resumed
+
+
+def check_can_go_on(spec: GraphSpec, options: RunOptions) -> None:
+    """UserError naming what couldn't go on from where it was."""
+    if options.deterministic and not options.record and any(loop.staleness for loop in spec.loops):
+        raise UserError(
+            "a deterministic run with staleness above 0 samples with versions before the last, which only a "
+            "record brings back; start a new one with --record true"
+        )
+    for node in spec.nodes:
+        kind = resolve(node.component)
+        makes_versions = issubclass(resolve(node.output), Weights) and any(not i.loop for i in node.inputs)
+        if (makes_versions and not issubclass(kind, Recovers)) or getattr(kind, "learns", False):
+            raise UserError(
+                f"{node.name}: {kind.__name__} learns and keeps no checkpoints, so a run with it can't "
+                "go on; start a new one"
+            )
+
+
+def trainers(spec: GraphSpec) -> list[str]:
+    """The nodes that come back to a version of their own."""
+    return [n.name for n in spec.nodes if issubclass(resolve(n.component), Recovers)]
+
+
+async def fill_ledger(broker: Broker, run: RunDir) -> None:
+    """Write the history of a run that goes on into its new ledger, before anybody reads that."""
+    _, events = read_history(run)
+    admitted = [e for e in events if isinstance(e, Admitted)]
+    for start in range(0, len(admitted), _AT_ONCE):
+        await together(*(record(broker, e) for e in admitted[start : start + _AT_ONCE]))
+    for event in events:
+        if not isinstance(event, Admitted):
+            await record(broker, event)
+
+
+def read_history(run: RunDir) -> tuple[Resumed | None, list[Event]]:
+    """What a run that goes on has behind it; nothing in a first life."""
+    if not run.history.exists():
+        return None, []
+    first, *events = _ledger(run.history)
+    assert isinstance(first, Resumed), "written by `go_on`"
+    return first, events
+
+
+def _record(options: RunOptions, run: RunDir) -> Lineage:
+    try:
+        kept = Lineage(options.record_url or str(run.lineage))
+    except ChainError as error:
+        raise UserError(f"the run can't go on: {error}") from error
+    if kept.broken:
+        raise UserError(f"the run can't go on, for its record is damaged: {kept.broken}")
+    return kept
+
+
+def _newest(
+    spec: GraphSpec,
+    node: str,
+    steps: Sequence[Trained],
+    options: RunOptions,
+    run: RunDir,
+    kept: Lineage | None,
+) -> int:
+    """The newest version that the trainer `node` can come back to; newer checkpoints are removed."""
+    component: object = Graph.from_spec(spec).nodes[node].component
+    assert isinstance(component, Recovers), "it is one of `trainers`"
+    newest = steps[-1].version if steps else 0
+    if not (place := component.checkpoint_place(run.path, options.run_id, node)):
+        return newest
+    store = CheckpointStore(place)
+    version = store.newest(at_most=newest) or 0
+    batches = {s.version: s.batch for s in steps}
+    while kept is not None and batches.get(version + 1) in kept.batches:
+        version += 1
+    store.forget_after(version)
+    return version
+
+
+def _ledger(path: Path) -> list[Event]:
+    """All whole lines. Raises UserError."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+        # A kill may have torn the last one.
+        return [EVENT.validate_json(line) for line in lines if line.endswith(b"\n")]
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}; has the run begun?") from error
+    except ValidationError as error:
+        raise UserError(f"{path} is no ledger: {error.errors()[0]['msg']}") from error
+
+
+def _write(path: Path, events: Sequence[Event]) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(b"".join(EVENT.dump_json(event) + b"\n" for event in events))
+    part.replace(path)
+
+
+def _cut_metrics(path: Path, version: int) -> None:
+    """Take off what was measured of steps that are undone."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kept = [line for line in lines if int(json.loads(line)["step"]) <= version]
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(kept))
+    part.replace(path)

@@ -1,0 +1,192 @@
+"""A run goes on in its own directory: the same numbers, and nothing lost or trained twice."""
+
+# pyright: reportUnknownVariableType=false
+# safetensors annotates only a part of what is called here.
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arriero.engine.lineage.chain import ChainError
+from arriero.engine.lineage.reader import Lineage
+from arriero.launchers.audit import audited
+from arriero.launchers.cli import main
+from arriero.launchers.rundir import RunDir
+from arriero.schemas.ledger import Admitted, Resumed
+from tests.inline_runs import saved
+from tests.tiny_models import tiny_llama
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> list[str]:
+    """The words of a run on ten prompts, of which a step takes four: an epoch ends within a step."""
+    rows = [json.dumps({"prompt": f"{a}+{a * 7}=", "answer": "3"}) for a in range(10)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    model = saved(tiny_llama(seed=5, scale=12.0), tmp_path / "model")
+    return [
+        "--model", model, "--data", str(tmp_path / "sums.jsonl"), "--reward", "contains",
+        "--reward.text", "3",
+        "--sampling.max-new-tokens", "5", "--groups-per-step", "4", "--samples", "4", "--slots", "16",
+        "--optimizer.lr", "1e-3", "--optimizer.warmup-steps", "1", "--checkpoints.every", "2",
+        "--deterministic", "--inline", "--quiet",
+    ]  # fmt: skip
+
+
+def run(*words: str) -> int:
+    return main(["run", *words])
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model" / "model.safetensors")
+
+
+def measured(path: Path) -> list[dict[str, Any]]:
+    """Of every step all that isn't time, a queue or a process."""
+    timed = {"time", "queues", "roles", "nodes"}
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+
+
+def history(path: Path) -> list[tuple[int, str]]:
+    """Which prompt was admitted as which number."""
+    return [(a.origin, a.id) for a in Lineage(str(path)).history if isinstance(a, Admitted)]
+
+
+def on_record(path: Path) -> int:
+    """Steps that the record has."""
+    try:
+        return len(Lineage(str(path)).steps)
+    except (ChainError, OSError):
+        return 0
+
+
+def equal(a: Path, b: Path) -> bool:
+    one, other = weights(a), weights(b)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("staleness", "record"), [(0, "true"), (0, "false"), (1, "true"), (2, "true")])
+def test_some_steps_and_then_more_are_as_all_at_once(
+    staleness: int, record: str, task: list[str], tmp_path: Path
+) -> None:
+    words = [*task, "--staleness", str(staleness), "--record", record]
+    halves, whole = tmp_path / "halves", tmp_path / "whole"
+    assert run("aipo", *words, "--steps", "6", "--run-dir", str(whole)) == 0
+    assert run("aipo", *words, "--steps", "3", "--run-dir", str(halves)) == 0
+    assert run("--resume", str(halves), "--steps", "6", "--allow-change", "steps") == 0
+    summary = RunDir(halves).read_summary()
+    assert (summary.state, summary.steps) == ("finished", 6)
+    assert summary.groups_admitted == summary.groups_trained == 24
+    assert measured(halves) == measured(whole)
+    assert [m["step"] for m in measured(halves)] == [1, 2, 3, 4, 5, 6]
+    assert equal(halves, whole)
+    if record == "true":
+        assert history(halves) == history(whole)
+        assert audited(str(halves)).findings == []
+
+
+def test_a_run_that_was_broken_off_between_checkpoints_goes_on_as_if_nothing_had_been(
+    task: list[str], tmp_path: Path
+) -> None:
+    """With whatever of checkpoints, record and ledger a kill leaves; every third step ends an epoch."""
+    words = [*task, "--staleness", "1", "--steps", "30"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert run("aipo", *words, "--run-dir", str(whole)) == 0
+    command = [sys.executable, "-m", "arriero", "run", "aipo", *words, "--run-dir", str(broken)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while on_record(broken) < 3:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
+    assert not (broken / "summary.json").exists()
+    assert run("--resume", str(broken)) == 0
+    assert measured(broken) == measured(whole)
+    assert history(broken) == history(whole)
+    assert equal(broken, whole)
+    assert audited(str(broken)).findings == []
+    events = Lineage(str(broken)).events
+    (resumed,) = [e for e in events if isinstance(e, Resumed)]
+    assert resumed.changed == ()
+    assert 3 <= resumed.versions["trainer"] < 30
+
+
+def test_a_stopped_run_goes_on_after_a_second_stop_too(task: list[str], tmp_path: Path) -> None:
+    words = [*task, "--staleness", "1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run("aipo", *words, "--steps", "6", "--run-dir", str(whole)) == 0
+    assert run("aipo", *words, "--steps", "2", "--run-dir", str(parts)) == 0
+    for steps in ("4", "6"):
+        assert run("--resume", str(parts), "--steps", steps, "--allow-change", "steps") == 0
+    assert measured(parts) == measured(whole)
+    assert equal(parts, whole)
+    assert sorted(p.name for p in parts.glob("manifest*.json")) == [
+        "manifest-before-1.json", "manifest-before-2.json", "manifest.json",
+    ]  # fmt: skip
+    assert [e.number for e in Lineage(str(parts)).events if isinstance(e, Resumed)] == [1, 2]
+
+
+def test_more_generators_and_rewards_make_no_difference(task: list[str], tmp_path: Path) -> None:
+    words = [*task, "--staleness", "1"]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert run("aipo", *words, "--steps", "6", "--run-dir", str(whole)) == 0
+    assert run("aipo", *words, "--steps", "3", "--run-dir", str(halves)) == 0
+    more = ["--generators", "3", "--rewards", "2", "--allow-change", "generators,rewards,steps"]
+    assert run("--resume", str(halves), "--steps", "6", *more) == 0
+    assert measured(halves) == measured(whole)
+    assert equal(halves, whole)
+
+
+def test_a_difference_is_refused_and_shown_or_allowed_and_recorded(
+    task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    assert run("aipo", *task, "--steps", "2", "--run-dir", str(path)) == 0
+    before = {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()}
+    with (tmp_path / "sums.jsonl").open("a") as file:
+        file.write('\n{"prompt": "1+1=", "answer": "2"}')
+    capsys.readouterr()
+    assert run("--resume", str(path), "--steps", "4", "--optimizer.lr", "2e-3") == 2
+    told = capsys.readouterr().err
+    assert "optimizer.lr: 0.001 -> 0.002" in told
+    assert "steps: 2 -> 4" in told
+    assert "input.prompts.path.sums.jsonl: " in told
+    assert "--allow-change" in told
+    assert {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()} == before
+    allowed = ["--allow-change", "optimizer", "--allow-change", "steps", "--allow-change", "input"]
+    assert run("--resume", str(path), "--steps", "4", "--optimizer.lr", "2e-3", *allowed) == 0
+    (resumed,) = [e for e in Lineage(str(path)).events if isinstance(e, Resumed)]
+    assert "optimizer.lr: 0.001 -> 0.002" in resumed.changed
+    assert resumed.anew
+    assert len(measured(path)) == 4
+    assert audited(str(path)).findings == []
+
+
+def test_what_cant_be_resumed_is_said_in_one_line(
+    task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    assert (
+        run("aipo", *task, "--staleness", "1", "--record", "false", "--steps", "2", "--run-dir", str(path))
+        == 0
+    )
+    for words, told in (
+        (["--resume", str(tmp_path / "nowhere")], "can't be read"),
+        (["--resume"], "--resume needs the directory of a run"),
+        (["--resume", str(path), "--allow-change", "steps"], "nothing of it has changed"),
+        (["--resume", str(path)], "which only a record brings back"),
+        (["grpo", "--resume", str(path)], "is a run of aipo"),
+    ):
+        capsys.readouterr()
+        assert run(*words) == 2
+        assert told in capsys.readouterr().err
