@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from arriero.launchers.demo import write_data
+from arriero.launchers.demo_model import write_tiny_llama
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.run import RunSummary
 from tests.slurm.cluster import missing, slurm
@@ -35,6 +38,13 @@ hub = { cpus = 1, memory_mb = 500 }
 generator = { apart = true, gpus = 1 }
 trainer = { apart = true }
 [profile.slurm.slurm]
+time = "10"
+
+[profile.real]
+gpus = 1
+gpus_per_node = 1
+hub = { cpus = 1, memory_mb = 500 }
+[profile.real.slurm]
 time = "10"
 
 [profile.packed]
@@ -64,11 +74,11 @@ class Cluster:
             check=False,
         )  # fmt: skip
 
-    def submit(self, *words: str, profile: str = "slurm") -> Run:
+    def submit(self, *words: str, pipeline: str = PIPELINE, profile: str = "slurm") -> Run:
         self.runs += 1
         path = self.folder / f"run{self.runs}"
         where = ["--on", "slurm", "--profile", profile, "--run-dir", str(path)]
-        done = self.arriero("run", PIPELINE, *where, *words)
+        done = self.arriero("run", pipeline, *where, *words)
         assert done.returncode == 0, done.stderr
         return Run(self, path, done.stdout.strip())
 
@@ -85,12 +95,15 @@ class Run:
         file = self.path / "logs" / f"{name}.log"
         return file.read_text() if file.exists() else ""
 
-    def job(self) -> dict[str, str]:
+    def components(self) -> list[dict[str, str]]:
         words = ["scontrol", "show", "job", "-o", self.handle.removeprefix("slurm://")]
         text = subprocess.run(
             words, env=self.cluster.environment, capture_output=True, text=True, check=True
         ).stdout
-        return dict(re.findall(r"(\S+?)=(\S*)", text.splitlines()[0]))
+        return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
+
+    def job(self) -> dict[str, str]:
+        return self.components()[0]
 
     def over(self, timeout_s: float = 60.0) -> dict[str, str]:
         """The job, when it has ended."""
@@ -135,11 +148,7 @@ def test_a_run_succeeds_on_several_nodes_and_is_known_from_elsewhere(cluster: Cl
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), run.log("hub-0")
     assert run.summary.state == "finished"
     assert run.summary.steps == 3
-    nodes = subprocess.run(
-        ["scontrol", "show", "job", "-o", run.handle.removeprefix("slurm://")],
-        env=cluster.environment, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert len({*re.findall(r"NodeList=(n\d)", nodes)}) == 3
+    assert {component["NodeList"] for component in run.components()} == {"n1", "n2", "n3"}
     status = cluster.arriero("status", str(run.path), "--json")
     told = json.loads(status.stdout)
     assert (status.returncode, told["state"], told["steps"]) == (0, "finished", 3)
@@ -213,6 +222,24 @@ def test_a_run_whose_hub_is_killed_is_requeued(cluster: Cluster) -> None:
     run.until(lambda: run.job()["Restarts"] == "1", 60)
     assert run.over(90)["JobState"] == "COMPLETED"
     assert run.summary.state == "finished"
+
+
+def test_a_trainer_on_two_nodes_sends_its_weights_to_a_generator_on_a_third(cluster: Cluster) -> None:
+    data = cluster.folder / "data"
+    write_data(data)
+    write_tiny_llama(data / "model", characters=string.ascii_lowercase + "=")
+    words = [
+        "--model", str(data / "model"), "--data", str(data / "train.jsonl"), "--sampling.max-new-tokens", "6",
+        "--steps", "3", "--groups-per-step", "8", "--samples", "4", "--ranks", "2",
+        "--weights.transport", "gloo",
+    ]  # fmt: skip
+    run = cluster.submit(*words, pipeline="grpo", profile="real")
+    assert run.over(120)["JobState"] == "COMPLETED", run.log("hub-0") + run.log("trainer-0.0")
+    assert run.summary.steps == 3
+    assert run.summary.staleness_max <= 1
+    assert {p.name for p in (run.path / "logs").glob("trainer*")} == {"trainer-0.0.log", "trainer-0.1.log"}
+    assert {component["NumNodes"] for component in run.components()} == {"1", "2"}
+    assert [c["TresPerTask"] for c in run.components() if "TresPerTask" in c] == ["gres:gpu:1"] * 2
 
 
 def test_all_roles_fit_into_one_allocation(cluster: Cluster) -> None:
