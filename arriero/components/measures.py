@@ -9,6 +9,7 @@ Every rank reduces the same keys, whatever its share holds: an empty share adds 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from arriero.components.packing import PackedTokens
+    from arriero.schemas.messages import Sample
 
 _SUMS = ("loss", "tokens", "entropy", "clipped", "mismatch", "ratio", "ratio_squared", "kl")
 _FRESH = ("tokens", "mismatch", "beyond")
@@ -150,6 +152,19 @@ def over_updates(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
         else sum(values) / len(values)
         for key, values in together.items()
     }
+
+
+def reward_spread(samples: Sequence[Sample]) -> float:
+    """Standard deviation of the rewards of a prompt's group, mean over groups; of all, if each has one.
+
+    Samples without a trained token don't count.
+    """
+    groups: dict[str, list[float]] = {}
+    for s in samples:
+        if s.mask.any():
+            groups.setdefault(s.group, []).append(s.reward)
+    apart = [g for g in groups.values() if len(g) > 1] or [[r for g in groups.values() for r in g]]
+    return fmean(pstdev(g) for g in apart)
 
 
 def _max(values: Tensor) -> Tensor:

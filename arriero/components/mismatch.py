@@ -7,16 +7,12 @@ wrong temperature, weights that didn't arrive or another tokenizer are not.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 from typing import Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from arriero.engine.errors import UserError
-
-log = logging.getLogger(__name__)
+from arriero.components.health import Gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +41,26 @@ class MismatchGate:
                 raise ValueError(f"warn_{name}={warn} is above stop_{name}={stop}; a gate warns first")
         return self
 
-    def check(self, version: int, metrics: Mapping[str, float]) -> bool:
-        """Whether the step from `version` is one to warn of, which is logged. UserError stops the run."""
-        if metrics.get("fresh_tokens", 0) < self.min_tokens:
-            return False
-        mean, share = metrics["fresh_mismatch"], metrics["fresh_mismatch_share"]
-        found = (
-            f"step {version}: for the same weights, log-probabilities of generator and trainer differ by "
-            f"{mean:.3g} nats on average, {metrics['fresh_mismatch_max']:.3g} at most, and {share:.1%} of "
-            f"{metrics['fresh_tokens']:.0f} tokens by more than {self.token_bound:g}"
+    def gates(self) -> tuple[Gate, Gate]:
+        """One for the mean, one for the share."""
+        says = (
+            "for the same weights, log-probabilities of generator and trainer differ by {fresh_mismatch:.3g} "
+            "nats on average, {fresh_mismatch_max:.3g} at most, and {fresh_mismatch_share:.1%} of "
+            f"{{fresh_tokens:.0f}} tokens by more than {self.token_bound:g}"
         )
-        if mean > self.stop_mean or share > self.stop_share:
-            raise UserError(
-                f"{found}; mismatch.stop_mean is {self.stop_mean:g}, stop_share {self.stop_share:g}: look "
-                "for another temperature, template or tokenizer in the generator, or a precision too low"
-            )
-        if warns := mean > self.warn_mean or share > self.warn_share:
-            bounds = (self.warn_mean, self.warn_share)
-            log.warning("%s; mismatch.warn_mean is %g, mismatch.warn_share %g", found, *bounds)
-        return warns
+        return (
+            self._gate("mismatch", "fresh_mismatch", self.warn_mean, self.stop_mean, "mean", says),
+            self._gate(
+                "mismatch_share", "fresh_mismatch_share", self.warn_share, self.stop_share, "share", says
+            ),
+        )
+
+    def _gate(self, name: str, measure: str, warn: float, stop: float, bound: str, says: str) -> Gate:
+        return Gate(
+            name=name, measure=measure, warn=warn, stop=stop, says=says,
+            keys=(f"mismatch.warn_{bound}", f"mismatch.stop_{bound}"),
+            enough=("fresh_tokens", self.min_tokens),
+            remedy=(
+                "look for another temperature, template or tokenizer in the generator, or a precision too low"
+            ),
+        )  # fmt: skip

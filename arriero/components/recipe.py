@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from arriero.components.chat import ChatFormat
 from arriero.components.checkpoints import Checkpoints
 from arriero.components.generator import Generator
+from arriero.components.health import HealthGates
 from arriero.components.losses import Aggregation, Loss
 from arriero.components.mismatch import MismatchGate
 from arriero.components.optimizer import AdamW, Optimizer
@@ -54,6 +55,7 @@ class SampledConfig:
     standby: bool = False  # new weights arrive beside those that generators use
     stragglers: Stragglers = field(default_factory=Stragglers)
     mismatch: MismatchGate = field(default_factory=MismatchGate)
+    health: HealthGates = field(default_factory=HealthGates)
     weights: WeightPlane = field(default_factory=WeightPlane)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
@@ -76,8 +78,8 @@ class SampledConfig:
         return Trainer(
             model=self.model, loss=loss, steps=self.steps, optimizer=self.optimizer, aggregation=aggregation,
             horizon=horizon, minibatches=minibatches, epochs=epochs, token_budget=self.token_budget,
-            training=self.training, mismatch=self.mismatch, weights=self.weights,
-            checkpoints=self.checkpoints,
+            training=self.training, mismatch=self.mismatch, health=self.health,
+            weights=self.weights, checkpoints=self.checkpoints,
         )  # fmt: skip
 
 

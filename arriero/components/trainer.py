@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.checkpoints import Checkpointer, Checkpoints
 from arriero.components.compute import ComputeThread, own_device
+from arriero.components.health import Gate, HealthGates, judge
 from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.mismatch import MismatchGate
 from arriero.components.model_directory import check_model_directory
@@ -23,6 +24,7 @@ from arriero.components.reference import ReferenceLogprobs
 from arriero.components.replay import Replay
 from arriero.components.sampling import Sampling
 from arriero.components.training_options import TrainingOptions
+from arriero.engine.errors import UserError
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import current
 from arriero.engine.stream import Stream
@@ -60,6 +62,7 @@ class Trainer:
     token_budget: PositiveInt = 8192
     training: TrainingOptions = field(default_factory=TrainingOptions)
     mismatch: MismatchGate = field(default_factory=MismatchGate)
+    health: HealthGates = field(default_factory=HealthGates)
     weights: WeightPlane = field(default_factory=WeightPlane)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     save: bool = True
@@ -116,6 +119,7 @@ class Trainer:
             publish = await compute(Publisher, state, self.weights, context)
             checkpoint = await compute(Checkpointer, state, self.checkpoints, context)
             past = await compute(Recovery, state, self.checkpoints, context, checkpoint.ranks)
+            measured = [step.metrics for step in context.made]
             lacks = True
             while lacks:
                 if past.wanted(state.version):
@@ -125,8 +129,8 @@ class Trainer:
                 lacks = await compute(past.step)
             while state.version < self.steps and (batch := await batches.next()) is not None:
                 metrics = await compute(state.step, batch)
-                if self.mismatch.check(state.version - 1, metrics):
-                    context.count("mismatch_warnings", 1)
+                measured.append(metrics)
+                self._stop_if_unhealthy(measured, state.version)
                 weights = await compute(publish, state.version, metrics)
                 await compute(checkpoint)
                 yield weights
@@ -134,6 +138,15 @@ class Trainer:
             if self.save:
                 await compute(state.save, context.run_dir / "model")
             await compute(publish.close)
+
+    def gates(self) -> tuple[Gate, ...]:
+        return (*self.mismatch.gates(), *self.health.gates())
+
+    def _stop_if_unhealthy(self, measured: Sequence[Mapping[str, float]], version: int) -> None:
+        """UserError, before the weights of `version` are published, if a gate says so."""
+        findings = judge(self.gates(), measured, version)
+        if stops := [f.message for f in findings if f.level == "stop"]:
+            raise UserError("\n".join(stops))
 
     def load(self, ranks: int, followed: bool) -> TrainState:
         """What it trains, at version 0; `followed`: generators sample with it. All ranks call it together."""

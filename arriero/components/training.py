@@ -27,7 +27,7 @@ import torch.distributed as dist
 from arriero.components.adapters import trained
 from arriero.components.descent import Descent
 from arriero.components.losses import Aggregation, Bounded, Loss, facts, sequence_weights
-from arriero.components.measures import Measures, over_updates
+from arriero.components.measures import Measures, over_updates, reward_spread
 from arriero.components.optimizer import SGD, AdamW, Muon
 from arriero.components.packing import MicroBatch, check_samples, pack, plan, read
 from arriero.components.policy import load_policy, save_description
@@ -124,6 +124,7 @@ class TrainState:
         self.version += 1
         if off_policy:
             metrics["reward"] = float(np.mean([s.reward for s in batch.samples]))
+            metrics["reward_std"] = reward_spread(batch.samples)
         return metrics
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO, cast
 
+from arriero.components.health import Finding
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.graph import Graph
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.engine.runtime.source import steps
 from arriero.launchers.board import Board
 from arriero.launchers.failures import Failure, dead_letters, raised
+from arriero.launchers.health import Health
 from arriero.launchers.progress import Display, View
 from arriero.launchers.resuming import read_history
 from arriero.launchers.rundir import RunDir, write_json
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from arriero.launchers.recording import Recording
 
 _DRAIN_S = 1.0
+_log = logging.getLogger(__name__)
 
 Number = float | int | None
 Line = dict[str, "Number | dict[str, Number] | dict[str, dict[str, Number]]"]
@@ -58,6 +62,7 @@ class Reporter:
         self._past = len(read_history(run)[1])  # events to come that are in the files already
         self._files: list[TextIO] = [run.ledger.open("a"), run.metrics.open("a")]
         self._board = Board(run.tensorboard)
+        self._health = Health(spec)
 
     async def follow(self, broker: Broker) -> None:
         """Take every event; ends only when that fails."""
@@ -121,7 +126,7 @@ class Reporter:
         state = "failed" if problems and state == "finished" else state
         summary = self._account.summary(
             self.ledger, state=state, error=error, wall_s=time.monotonic() - self._began
-        ).model_copy(update={"restarts": dict(restarts)})
+        ).model_copy(update={"restarts": dict(restarts), "health": self._health.warned})
         summary = self._sealed(summary)
         try:
             write_json(self._run.summary, summary)
@@ -164,6 +169,7 @@ class Reporter:
         except LedgerError as error:
             self._contradictions.append(f"the ledger contradicts itself: {error}")
         self._account.event(event, at_s)
+        self._health.event(event)
         match event:
             case Admitted() if event.split == "eval":
                 self._held_out.add(event.origin)
@@ -198,9 +204,17 @@ class Reporter:
 
     def _write_step(self, event: Trained) -> None:
         line = step_line(event, self._vitals) | {"evaluation": self._account.evaluations.newest()}
+        line |= self._health.step(event, self._vitals, self._warned)
         print(json.dumps(line), file=self._files[1], flush=True)
         for tag, value in scalars(line):
             self._board.add_scalar(tag, value, event.version)
+
+    def _warned(self, finding: Finding) -> None:
+        """A gate has something to say that it didn't say of the step before."""
+        if finding.level == "stop":
+            self._fail(Failure(message=finding.message, code=2))
+        else:
+            _log.warning("%s", finding.message)
 
     def _view(self) -> View:
         return View(

@@ -191,6 +191,10 @@ def result_screen(s: RunSummary, run_dir: Path) -> str:
         lines.append(_row("seconds/step", f"{s.step_s:.3g} in the median (of mean times: {predicted})"))
     lines += [_row("tokens/s", _list(s.tokens_per_s, "{:.0f}"))] if s.tokens_per_s else []
     lines += [_row("idle", _list(s.idle_share, "{:.0%}"))] if s.idle_share else []
+    if s.health:
+        lines.append(
+            _row("warned of", ", ".join(f"{k} in {_plural(n, 'step')}" for k, n in s.health.items()))
+        )
     lines.append(_row("record", str(run_dir)))
     if s.lineage is not None:
         lines.append(_row("head", f"{s.lineage.head} ({s.lineage.entries} entries), for arriero audit"))

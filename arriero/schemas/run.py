@@ -67,7 +67,8 @@ class RoleStatus(Message):
 class RunSummary(Message):
     """`summary.json`. Accuracies are shares of held-out samples with outcome `ok`, sampled as in training.
 
-    `restarts` are those of each replica that was killed and started again.
+    `restarts` are those of each replica that was killed and started again; `health`: of how many steps each
+    gate has warned.
 
     `firing_s`: measured seconds of one firing of each node. From them alone: the step that the graph is
     simulated to take, and the bound below which no schedule gets, held by `bound_nodes`. `lineage`: the head
@@ -88,6 +89,7 @@ class RunSummary(Message):
     groups_dropped: dict[str, NonNegativeInt] = Field(default_factory=dict)
     counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     restarts: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    health: dict[str, NonNegativeInt] = Field(default_factory=dict)
     tokens_per_s: dict[str, float] = Field(default_factory=dict)
     idle_share: dict[str, float] = Field(default_factory=dict)
     wall_s: NonNegativeFloat = 0.0
