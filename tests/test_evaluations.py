@@ -11,7 +11,9 @@ import pytest
 from arriero.launchers.cli import main
 from arriero.launchers.evaluations import Evaluations, evaluation_table, pass_at_k, share_estimate
 from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated
-from arriero.schemas.messages import Outcome
+from arriero.schemas.messages import Outcome, Prompt, Rollout
+from tests import engines
+from tests.engines import needs_vllm
 from tests.inline_runs import peaked_model
 
 OK, WRONG, ERROR = Outcome.OK, Outcome.WRONG, Outcome.ERROR
@@ -59,7 +61,8 @@ def back(
 ) -> Evaluated:
     return Evaluated(
         id=f"p{origin}@{version}", origin=origin, version=version, newest_version=newest, outcomes=outcomes,
-        source=source, values=tuple(float(o is OK) for o in outcomes), lengths=(length,) * len(outcomes), truncated=1,
+        source=source, values=tuple(float(o is OK) for o in outcomes), truncated=1,
+        lengths=(length,) * len(outcomes),
     )  # fmt: skip
 
 
@@ -214,3 +217,34 @@ def test_the_list_names_what_can_be_trained(capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr().out.splitlines()
     assert "grpo" in [line.split()[0] for line in told]
     assert "evaluate" not in [line.split()[0] for line in told]
+
+
+def fingerprint(prompt: Prompt, rollout: Rollout) -> float:
+    """Another number for nearly any other text."""
+    return sum(k * ord(c) for k, c in enumerate(rollout.text, start=1)) / 1000
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("split", [1, 2])
+def test_vllm_gives_the_same_greedy_evaluation(split: int, tmp_path: Path) -> None:
+    """As the embedded engine does, response by response; also with the model on two processes."""
+    model, data = (
+        engines.saved(engines.small_llama(ends=True), tmp_path / "m", ends=True),
+        tmp_path / "d.jsonl",
+    )
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(6)))
+    words = ["eval", model, "--data", str(data), "--reward", "function", "--reward.isolate", "false"]
+    words += ["--reward.function", "tests.test_evaluations:fingerprint", "--samples", "1", "--slots", "4"]
+    words += ["--sampling.greedy", "true", "--sampling.max-new-tokens", "12", "--inline", "--quiet"]
+    found = list[dict[str, object]]()
+    for name, more in {"transformers": [], "vllm": ["--vllm.tensor-parallel", str(split)]}.items():
+        run = tmp_path / name
+        assert main([*words, "--engine", name, *more, "--run-dir", str(run)]) == 0
+        events = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+        found.append({e["id"]: (e["values"], e["lengths"]) for e in events if e["kind"] == "evaluated"})
+        report = json.loads((run / "evaluation.json").read_text())["reports"][0]
+        assert (report["prompts"], report["no_verdict"], report["newest_version"]) == (6, 0, 0)
+    assert len(found[0]) == 6
+    assert found[0] == found[1]

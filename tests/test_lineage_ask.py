@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from arriero.launchers.inputs import input_files, package_sha256
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.runs import differences, first_difference, read
 from arriero.schemas.graph import GraphSpec, NodeSpec
+from arriero.schemas.manifest import ContentHashes
 from tests.lineage_runs import recorded_run
 
 
@@ -170,6 +172,14 @@ def test_two_runs_are_compared(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["runs", str(a.path), str(b.path), "--picture", str(picture)]) == 0
     assert "optimizer.lr" in capsys.readouterr().out
     assert "<svg" in picture.read_text()
+
+
+def test_a_reward_whose_file_has_changed_is_a_difference(folder: Path) -> None:
+    a = read(folder / "run-0")
+    before, after = (ContentHashes(rewards={"reward": digest}) for digest in ("0" * 16, "1" * 16))
+    old, new = (replace(a, manifest=a.manifest.model_copy(update={"content": c})) for c in (before, after))
+    assert differences(old, old) == {}
+    assert differences(old, new) == {"rewards.reward": ("0" * 16, "1" * 16)}
 
 
 def test_the_first_step_that_differs_is_found(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 from typing import Any, cast
@@ -121,7 +122,25 @@ def broken(prompt: Prompt, rollout: Rollout) -> float:
 async def test_an_exception_costs_its_own_rollout_and_says_why() -> None:
     first, second = await scores(local(broken), group("a", ""))
     assert (first.value, first.outcome) == (1.0, Outcome.OK)
-    assert second == Score(value=0.0, outcome=Outcome.ERROR, detail="ZeroDivisionError: division by zero")
+    line = inspect.getsourcelines(broken)[1] + 1
+    detail = f"ZeroDivisionError: division by zero (test_rewards.py:{line})"
+    assert second == Score(value=0.0, outcome=Outcome.ERROR, detail=detail)
+
+
+def by_helper(prompt: Prompt, rollout: Rollout) -> float:
+    return float(json.loads(rollout.text))
+
+
+async def test_an_exception_from_a_library_is_told_with_the_line_that_called_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    line = inspect.getsourcelines(by_helper)[1] + 1
+    found = await scores(Function(function=by_helper), group("1", "x", "y"))
+    assert [s.outcome.value for s in found] == ["ok", "error", "error"]
+    assert all(s.detail.endswith(f"(test_rewards.py:{line})") for s in found[1:])
+    told = [r.getMessage() for r in caplog.records if "no verdict" in r.getMessage()]
+    assert len(told) == 1  # not one for each response
+    assert f"test_rewards.py:{line}" in told[0]
 
 
 def test_a_config_selects_a_reward_by_its_kind() -> None:

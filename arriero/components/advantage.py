@@ -202,7 +202,7 @@ def _with_verdict(record: ScoredGroup) -> tuple[list[tuple[Rollout, Score]], str
     if not others:
         return usable, ""
     count("rollouts_without_verdict", len(others))
-    log.warning(
+    log.debug(
         "group %s: %d of %d rollouts left out: %s; the first: %s",
         record.id,
         len(others),

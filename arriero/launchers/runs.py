@@ -170,7 +170,9 @@ def _cell(value: object) -> str:
 
 
 def differences(a: Run, b: Run) -> dict[str, tuple[JsonValue, JsonValue]]:
-    """What differs in configuration, seed, graph and code, by key; None where one has no such key."""
+    """What differs in configuration, seed, graph, code and the contents of what decides prompts and rewards
+    (tokenizers, templates, the file of a reward), by key; None where one has no such key.
+    """
     first, second = _made_of(a), _made_of(b)
     keys = dict.fromkeys((*first, *second))
     return {k: (first.get(k), second.get(k)) for k in keys if first.get(k) != second.get(k)}
@@ -183,6 +185,8 @@ def _made_of(run: Run) -> dict[str, JsonValue]:
     }
     packages: dict[str, JsonValue] = {f"packages.{k}": v for k, v in m.packages.items()}
     values = {k: v for k, v in run.values.items() if k != "state"}
+    content = m.content.model_dump()
+    code |= {f"{what}.{place}": h[:16] for what, hashes in content.items() for place, h in hashes.items()}
     return values | {"graph": m.graph_digest[:12]} | code | packages
 
 

@@ -61,6 +61,7 @@ class Desk:
         self._version = reward_version(reward)
         self._scored = self._blind = 0
         self._blind_since = 0.0
+        self._lost = False
         self._unscorable: dict[int, str] = {}
         self._report = Quarantine()
 
@@ -112,6 +113,12 @@ class Desk:
 
     def _without_verdict(self, score: Score) -> None:
         now = time.monotonic()
+        if not self._lost:
+            log.warning(
+                "reward %s: no verdict on a response: %s: %s (told once; all are counted)",
+                self._reward.label, score.outcome.value, score.detail,
+            )  # fmt: skip
+        self._lost = True
         self._blind_since = self._blind_since if self._blind else now
         self._blind += 1
         if self._blind >= _BLIND or (self._blind >= _BLIND_SLOWLY and now - self._blind_since > _BLIND_S):
