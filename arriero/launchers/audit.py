@@ -23,11 +23,13 @@ from arriero.launchers.stamping import stamps
 from arriero.schemas.ledger import EVENT
 
 USAGE = """\
-usage: arriero audit RUN [--head HASH] [--json]
+usage: arriero audit RUN [--head HASH] [--rescore] [--json]
 
 Checks hash chain, ledger, content, steps, staleness of every token, weights and files of a run, and computes
 rewards and advantages again. --head is the hash that the run showed at its end, kept elsewhere: it alone
-tells a record that somebody has written anew from the true one. Exit code 1 if anything is wrong."""
+tells a record that somebody has written anew from the true one. --rescore: the reward has been mended since;
+compare all scores with those of the code of now, and list the steps that the others went into. Exit code 1 if
+anything is wrong."""
 
 _SHOWN = 10
 
@@ -41,6 +43,7 @@ class Report:
     done: dict[str, str] = field(default_factory=dict[str, str])
     left: list[str] = field(default_factory=list[str])
     findings: list[Finding] = field(default_factory=list[Finding])
+    steps: list[int] = field(default_factory=list[int])  # that scores went into which come out otherwise
 
 
 def audit(args: Sequence[str], show: Callable[[str], int]) -> int:
@@ -48,18 +51,18 @@ def audit(args: Sequence[str], show: Callable[[str], int]) -> int:
     if not args or {"--help", "-h"} & {*args}:
         return show(USAGE)
     place, rest = args[0], list(args[1:])
-    as_json, head = "--json" in rest, ""
-    rest = [word for word in rest if word != "--json"]
+    as_json, rescore, head = "--json" in rest, "--rescore" in rest, ""
+    rest = [word for word in rest if word not in ("--json", "--rescore")]
     if rest[:1] == ["--head"] and len(rest) == 2:
         head = rest[1]
     elif rest:
         raise UserError(f"unknown option {rest[0]}; see arriero audit --help")
-    report = audited(place, head=head)
+    report = audited(place, head=head, rescore=rescore)
     code = show(json.dumps(asdict(report), indent=2) if as_json else _text(report))
     return code or int(bool(report.findings))
 
 
-def audited(place: str, *, head: str = "") -> Report:
+def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
     """Check the run at `place` (a run directory, or the URL of a record, of which less can be checked)."""
     record = opened(place)
     report = Report(run=place, head=record.anchor.head)
@@ -79,12 +82,29 @@ def audited(place: str, *, head: str = "") -> Report:
         return report
     report.findings += _files(record, run)
     report.done["files"] = "graph, manifest, options, ledger, summary, model"
-    for name, told, findings, left in asyncio.run(recomputed(record, spec, graph)):
+    for name, told, findings, left in asyncio.run(recomputed(record, spec, graph, rescore=rescore)):
         report.findings += findings
+        if name.startswith("rewards of"):
+            report.steps += _steps_of(record, {f.where for f in findings})
         report.left += left
         if told:
             report.done[name] = told
     return report
+
+
+def _steps_of(record: Lineage, rollouts: set[str]) -> list[int]:
+    """The versions that these rollouts (`group/number`) went into."""
+    found: set[int] = set()
+    for step in record.steps:
+        entry = record.batches[step.batch]
+        ids = {
+            f"{record.groups[entry.groups[g]].id}/{r}"
+            for g, r in zip(entry.group, entry.rollout, strict=True)
+            if entry.groups[g] in record.groups
+        }
+        if ids & rollouts:
+            found.add(step.version)
+    return sorted(found)
 
 
 def _went_through(record: Lineage, check: str) -> str:
@@ -156,4 +176,7 @@ def _text(report: Report) -> str:
     lines += [f"  {f.check}: {f.where}: {f.what}" for f in report.findings[:_SHOWN]]
     if (more := len(report.findings) - _SHOWN) > 0:
         lines.append(f"  and {more} more; --json shows all")
+    if report.steps:
+        steps, clean = ", ".join(map(str, report.steps)), report.steps[0] - 1
+        lines.append(f"steps with such rewards: {steps}; the last version without: {clean}")
     return "\n".join(lines)

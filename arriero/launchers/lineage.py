@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from arriero.engine.errors import UserError
 from arriero.engine.lineage.chain import ChainError
-from arriero.engine.lineage.index import Index
+from arriero.engine.lineage.index import Index, Texts
 from arriero.engine.lineage.queries import Answer, PromptRow, Questions, RolloutRow, StepRow
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.redacting import redacting
@@ -21,7 +21,7 @@ from arriero.launchers.rundir import RunDir
 from arriero.schemas.manifest import Ancestor
 
 USAGE = """\
-usage: arriero lineage RUN [QUESTION] [--json] [--picture FILE.mmd|FILE.svg] [--limit N]
+usage: arriero lineage RUN [QUESTION] [--text] [--json] [--picture FILE.mmd|FILE.svg] [--limit N]
        arriero lineage redact RUN WHAT [--reason TEXT]    take texts and tokens away; see its --help
 
   --step 12              what version 12 was made from: rollouts, rewards, prompts
@@ -30,6 +30,7 @@ usage: arriero lineage RUN [QUESTION] [--json] [--picture FILE.mmd|FILE.svg] [--
   --weights FINGERPRINT  the step that made these weights (or its first six digits, or the version)
   --sql QUERY            over the tables steps, rollouts, samples, prompts, weights
 
+--text shows what prompts, answers and responses say, of the first rollouts (--limit).
 RUN is a run directory or the URL of a record. Without a question: what the record holds."""
 
 _QUESTIONS = ("step", "rollout", "prompt", "row", "weights", "sql")
@@ -54,9 +55,12 @@ def lineage(args: Sequence[str], show: Callable[[str], int]) -> int:
     answer = _ask(Questions(index), asked[0], given[asked[0]])
     if "picture" in given:
         _write_picture(answer, Path(given["picture"]))
+    limit = _number("limit", given.get("limit", str(_SHOWN)))
+    texts = index.texts([r.id for r in answer.rollouts[:limit]]) if "text" in given else {}
     if "json" in given:
-        return show(json.dumps(asdict(answer), indent=2))
-    return show(_tables(answer, limit=_number("limit", given.get("limit", str(_SHOWN)))))
+        said = {"texts": {name: t.model_dump() for name, t in texts.items()}} if "text" in given else {}
+        return show(json.dumps(asdict(answer) | said, indent=2))
+    return show("\n".join([_tables(answer, limit=limit), *_said(texts)]))
 
 
 def opened(place: str) -> Lineage:
@@ -84,7 +88,7 @@ def _options(words: Sequence[str]) -> dict[str, str]:
     rest = list(words)
     while rest:
         name, equals, value = rest.pop(0).removeprefix("--").partition("=")
-        if name == "json":
+        if name in ("json", "text"):
             found[name] = ""
         elif name in (*_QUESTIONS, "picture", "limit"):
             if not equals and not rest:
@@ -169,6 +173,13 @@ def _tables(answer: Answer, *, limit: int) -> str:
             more = f" ({limit} shown; --limit N, --json)" if len(rows) > limit else ""
             parts.append(f"\n{title}: {len(rows)}{more}\n{text_table(names, shown)}")
     return "\n".join(parts)
+
+
+def _said(texts: Mapping[str, Texts]) -> Iterator[str]:
+    for name, t in texts.items():
+        yield f"\n{name}\n  prompt   {t.prompt!r}, answer {t.answer!r}\n  response {t.response!r}"
+        if t.detail:
+            yield f"  reward   {t.detail!r}"
 
 
 def _cell(value: Any) -> str:

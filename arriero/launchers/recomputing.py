@@ -21,19 +21,24 @@ Result = tuple[str, str, list[Finding], list[str]]  # check, what it went throug
 _VERDICTS = (Outcome.OK, Outcome.WRONG)
 
 
-async def recomputed(record: Lineage, spec: GraphSpec, graph: Graph) -> list[Result]:
-    """One result per node that makes scored groups or batches."""
+async def recomputed(
+    record: Lineage, spec: GraphSpec, graph: Graph, *, rescore: bool = False
+) -> list[Result]:
+    """One result per node that makes scored groups or batches.
+
+    `rescore`: scores of another version of a reward, too, are compared with what the code of now gives.
+    """
     found: list[Result] = []
     for node in spec.nodes:
         component: object = graph.nodes[node.name].component
         if node.output.endswith(":ScoredGroup") and node.inputs:
-            found.append(await _rewards(record, node.name, component))
+            found.append(await _rewards(record, node.name, component, rescore=rescore))
         elif node.output.endswith(":Batch"):
             found.append(await _advantages(record, node.name, component))
     return found
 
 
-async def _rewards(record: Lineage, node: str, component: object) -> Result:
+async def _rewards(record: Lineage, node: str, component: object, *, rescore: bool) -> Result:
     name = f"rewards of {node}"
     scored = [(k, g) for k, g in record.groups.items() if g.edge == node and g.scores]
     groups = [g for k, g in scored if k not in record.redacted]
@@ -42,11 +47,12 @@ async def _rewards(record: Lineage, node: str, component: object) -> Result:
     reward = cast("RolloutReward", component)
     version = reward_version(reward)
     other = [g for g in groups if g.scores and g.scores.reward_version != version]
-    left = (
-        [f"{name}: {len(other)} groups scored by version {other[0].scores.reward_version}, here is {version}"]
-        if other and other[0].scores
-        else []
-    )
+    left: list[str] = []
+    if other and other[0].scores and not rescore:
+        theirs = other[0].scores.reward_version
+        told = f"{len(other)} groups scored by version {theirs}, here is {version}; see --rescore"
+        left.append(f"{name}: {told}")
+        groups = [g for g in groups if g not in other]
     if gone := len(scored) - len(groups):
         left.append(f"{name}: {gone} groups are redacted")
     findings: list[Finding] = []
@@ -54,7 +60,7 @@ async def _rewards(record: Lineage, node: str, component: object) -> Result:
     async with reward.opened() as scorer:
         for entry in groups:
             scores = entry.scores
-            if scores is None or scores.reward_version != version:
+            if scores is None:
                 continue
             try:
                 whole = record.group(scores.id)

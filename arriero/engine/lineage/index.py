@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -19,16 +20,27 @@ from typing import TYPE_CHECKING, Any
 from pydantic import NonNegativeInt, ValidationError
 
 from arriero.engine.errors import UserError
+from arriero.engine.lineage.content import SALT_BYTES
 from arriero.engine.lineage.files import Files
 from arriero.engine.lineage.reader import Lineage, record_url
+from arriero.engine.lineage.spaces import Spaces
 from arriero.engine.lineage.tables import NAMES, table
-from arriero.schemas.lineage import Anchor, Digest
+from arriero.schemas.lineage import Anchor, Digest, Place
 from arriero.schemas.messages import Message
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _ABOUT = "index.json"
+
+
+class Texts(Message):
+    """Of one rollout; `detail` is what its reward said about it."""
+
+    prompt: str
+    answer: str
+    response: str
+    detail: str
 
 
 class Overview(Message):
@@ -55,7 +67,7 @@ class IndexFile(Message):
     overview: Overview
 
 
-_FORMAT = 1  # of the tables: one more whenever a column changes
+_FORMAT = 2  # of the tables: one more whenever a column changes
 
 
 class Index:
@@ -91,6 +103,25 @@ class Index:
             found: pa.Table = relation.to_arrow_table()
         except self._duckdb.Error as error:
             raise UserError(f"{error}; the tables are {', '.join(NAMES)}") from error
+        return found
+
+    def texts(self, rollouts: Sequence[str]) -> dict[str, Texts]:
+        """What prompt and response of these rollouts say; a redacted one isn't among them."""
+        spaces, found = Spaces(self.url), dict[str, Texts]()
+        query = (
+            "select id, number, text_part as part, text_start as start, text_size as size from rollouts "
+            "where id in (select unnest(?)) order by text_part, text_start"
+        )
+        for row in self.rows(query, [list(rollouts)]):
+            place = Place(part=row["part"], start=row["start"], size=row["size"])
+            data = spaces.read("text", place, "bytes")["bytes"].tobytes()
+            if any(data):
+                said: dict[str, Any] = json.loads(data[SALT_BYTES:])
+                found[row["id"]] = Texts(
+                    prompt=said["prompt"]["text"], answer=said["prompt"]["answer"],
+                    response=said["responses"][row["number"]],
+                    detail=(said["details"] or {row["number"]: ""})[row["number"]],
+                )  # fmt: skip
         return found
 
     # --- the files ----------------------------------------------------------------------------------------

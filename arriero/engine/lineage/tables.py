@@ -66,7 +66,7 @@ def _rollouts(lineage: Lineage) -> Rows:
                 g.prompt.split, s.values[k] if s else None, s.outcomes[k].value if s else None,
                 s.reward_version if s else "", length, g.sampled[k], g.oldest[k], g.newest[k], g.finishes[k],
                 g.temperatures[k], g.seeds[k], g.arrays.part, start,
-                f"{g.recorded}/{k}" if g.recorded else "", origin,
+                f"{g.recorded}/{k}" if g.recorded else "", origin, g.text.part, g.text.start, g.text.size,
             )  # fmt: skip
             start += length
 
@@ -113,6 +113,7 @@ _TABLES: dict[str, tuple[dict[str, str], Callable[[Lineage], Rows]]] = {
             "reward_version": "string", "length": "int64", "sampled": "int64", "oldest": "int64",
             "newest": "int64", "finish": "string", "temperature": "double", "seed": "int64", "part": "int64",
             "start": "int64", "recorded": "string", "origin": "int64",
+            "text_part": "int64", "text_start": "int64", "text_size": "int64",
         },
         _rollouts,
     ),
