@@ -14,7 +14,7 @@ def test_the_wait_graph_names_a_replica_that_blocks_its_event_loop() -> None:
     for role, lag_s in (("generator", 42.0), ("reward", 0.2)):
         status = RoleStatus(role=role, replica=0, pid=1, host="here", lag_s=lag_s, nodes=())
         vitals.pulses[f"{role}-0-0"] = Pulse(status=status, age_s=0.1)
-    said = [line for line in wait_graph(spec, vitals, {}).splitlines() if "event loop" in line]
+    said = [line for line in wait_graph(spec, vitals).splitlines() if "event loop" in line]
     assert said == ["  generator-0-0  hasn't let its event loop run for 42.0 s"]
 
 

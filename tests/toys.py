@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -35,7 +36,7 @@ from arriero.schemas.messages import (
     Weights,
 )  # fmt: skip
 
-Fault = Literal["", "raise", "user", "kill", "stop", "exit"]
+Fault = Literal["", "raise", "user", "kill", "stop", "exit", "hang"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,8 @@ def _commit(fault: Fault) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "exit":
             os._exit(0)
+        case "hang":
+            time.sleep(3600)
         case "":
             pass
 

@@ -97,6 +97,7 @@ class Reporter:
         """Heartbeats and depths are new."""
         for pulse in self._vitals.pulses.values():
             self._account.heartbeat(pulse.status)
+        write_json(self._run.vitals, self._vitals.written(self._spec, self._account.steps))
         self._display.update(self._view())
 
     def ended(self, counts: Mapping[tuple[str, int], Mapping[str, int]]) -> None:

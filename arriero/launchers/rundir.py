@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from arriero.engine.errors import UserError
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.manifest import RunManifest
-from arriero.schemas.run import RunOptions, RunSummary
+from arriero.schemas.run import RunOptions, RunSummary, VitalsFile
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=BaseModel)
 MARKS = ("manifest.json", "graph.json", "options.json")
 
 # What a run writes, apart from logs; of one that was started again, the earlier ones' lies below ATTEMPTS.
-OUTPUTS = ("metrics.jsonl", "ledger.jsonl", "summary.json", "tensorboard", "lineage")
+OUTPUTS = ("metrics.jsonl", "ledger.jsonl", "history.jsonl", "summary.json", "tensorboard", "lineage")
 ATTEMPTS = "attempts"
 
 
@@ -56,6 +56,11 @@ class RunDir:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def vitals(self) -> Path:
+        """What every replica said last, and how full every edge is; written while the run goes on."""
+        return self.path / "vitals.json"
 
     @property
     def history(self) -> Path:
@@ -103,6 +108,9 @@ class RunDir:
 
     def read_manifest(self) -> RunManifest:
         return read_json(self.manifest, RunManifest)
+
+    def read_vitals(self) -> VitalsFile:
+        return read_json(self.vitals, VitalsFile)
 
     def read_summary(self) -> RunSummary:
         return read_json(self.summary, RunSummary)

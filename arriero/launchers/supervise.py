@@ -5,7 +5,7 @@
 | processes           | at once                         | killed by signal, exit code, left early  |
 |                     |                                 | (some are started again: `Restarts`)     |
 | control log         | at once                         | a node's error and traceback             |
-| heartbeats          | `liveness_s` after the last one | who is silent, and the wait graph        |
+| heartbeats          | `liveness_s` after the last one | who is silent, and the diagnosis         |
 | dead letters        | within 5 s                      | nothing: it writes them into the ledger  |
 | ledger (`Reporter`) | at once                         | dead letters above the limit             |
 
@@ -21,14 +21,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 
 from arriero.engine.broker import Broker, BrokerError
-from arriero.engine.rates import backlogs, capacities
 from arriero.engine.runtime.journal import follow_control
 from arriero.launchers.burials import Burials
+from arriero.launchers.doctor import diagnosis
 from arriero.launchers.failures import Failure, exited, killed, node_failed, raised, silent
 from arriero.launchers.hub import edges
 from arriero.launchers.replicas import Replica
 from arriero.launchers.restarts import Restarts
-from arriero.launchers.vitals import Vitals, wait_graph
+from arriero.launchers.vitals import Vitals
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Ended
 from arriero.schemas.run import RunOptions
@@ -61,6 +61,7 @@ class Supervisor:
         self.restarts = Restarts(spec, options, start)
         self._broker: Broker | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._diagnosing = 0
 
     # --- what is watched ----------------------------------------------------------------------------------
 
@@ -90,9 +91,10 @@ class Supervisor:
         return bool(self._failures)
 
     async def failure(self) -> Failure:
-        """The cause, as soon as there is one."""
+        """The cause, as soon as there is one, and known as well as can be."""
         await self._until(lambda: bool(self._failures))
         await asyncio.sleep(SETTLE_S)
+        await self._until(lambda: not self._diagnosing)
         return min(self._failures, key=lambda f: f.weight)
 
     @property
@@ -179,7 +181,8 @@ class Supervisor:
 
     async def _node_failed(self, ended: Ended) -> None:
         node = self._spec.node(ended.node)
-        name, waits = f"{node.role}-{ended.replica}", self._waits()
+        name = f"{node.role}-{ended.replica}"
+        waits = await self._diagnosis() if "WaitTimeout" in ended.error else ""
         if node.ranks > 1:  # it may fail because another rank was killed, which torchrun will say
             gone = asyncio.create_task(self._until(lambda: name in self._gone))
             await asyncio.wait({gone}, timeout=_RANKS_S)
@@ -202,7 +205,7 @@ class Supervisor:
             # Twice in a row: after a pause of this process itself every heartbeat looks old once.
             late, before = self._late(), late
             for name in sorted(late & before):
-                self._say_silent(name)
+                await self._say_silent(name)
             await asyncio.sleep(_POLL_S)
 
     def _late(self) -> set[str]:
@@ -229,18 +232,25 @@ class Supervisor:
         pulse = self.vitals.pulses.get(key)
         return pulse.age_s if pulse and pulse.age_s < self.restarts.age_s(key.rpartition("-")[0]) else None
 
-    def _say_silent(self, key: str) -> None:
+    async def _say_silent(self, key: str) -> None:
         name, _, rank = key.rpartition("-")
         if (p := self._processes.get(name)) is not None and self.restarts.may(p):
             p.signal(signal.SIGKILL)  # its end is seen, and it starts again
             return
         shown = name if rank == "0" else f"{name} rank {rank}"
-        failure = silent(shown, self._age_s(key), self._bound_s(key), self._log(name), self._waits())
+        age_s, bound_s = self._age_s(key), self._bound_s(key)
+        failure = silent(shown, age_s, bound_s, self._log(name), await self._diagnosis())
         self.fail(replace(failure, again=p is not None and self.restarts.may_all(p)))
 
     def _log(self, name: str) -> object:
         return self._processes[name].log if name in self._processes else None
 
-    def _waits(self) -> str:
-        room = capacities(self._spec) | backlogs(self._spec)
-        return wait_graph(self._spec, self.vitals, {n: c.messages for n, c in room.items()})
+    async def _diagnosis(self) -> str:
+        """Read while everybody is still there: `failure` waits for it."""
+        self._diagnosing += 1
+        try:
+            apart = bool(self._processes)  # the stacks of this process itself say nothing
+            return await asyncio.to_thread(diagnosis, self._spec, self.vitals, with_stacks=apart)
+        finally:
+            self._diagnosing -= 1
+            self._changed.set()

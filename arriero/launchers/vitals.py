@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arriero.engine.broker import Broker, Depth
+from arriero.engine.rates import backlogs, capacities
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.run import NodeStatus, RoleStatus
+from arriero.schemas.run import EdgeState, LastPulse, NodeStatus, RoleStatus, VitalsFile
 
-_LAG_S = 1.0  # an event loop that is held up for longer is worth a line
+LAG_S = 1.0  # an event loop that is held up for longer is worth a line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,30 @@ class Vitals:
         depths = await asyncio.gather(*(broker.depth(e) for e in self._edges))
         self.depths = dict(zip(self._edges, depths, strict=True))
 
+    def written(self, spec: GraphSpec, step: int) -> VitalsFile:
+        """As it is kept in the run directory."""
+        room = rooms(spec)
+        edges = {
+            k: EdgeState(
+                messages=d.messages, capacity=room[k], bytes=d.bytes, waiting=d.waiting, leased=d.leased
+            )
+            for k, d in self.depths.items()
+        }
+        pulses = {k: LastPulse(status=p.status, age_s=p.age_s) for k, p in self.pulses.items()}
+        return VitalsFile(time=time.time(), step=step, pulses=pulses, edges=edges)
+
+    @classmethod
+    def read(cls, file: VitalsFile, now: float) -> Vitals:
+        """As they were kept; heartbeats are older by now (seconds since 1970)."""
+        found = cls(tuple(file.edges))
+        since = max(now - file.time, 0.0)
+        found.pulses = {k: Pulse(status=p.status, age_s=p.age_s + since) for k, p in file.pulses.items()}
+        found.depths = {
+            k: Depth(messages=e.messages, bytes=e.bytes, waiting=e.waiting, leased=e.leased)
+            for k, e in file.edges.items()
+        }
+        return found
+
     def nodes(self, name: str) -> list[tuple[str, NodeStatus, float]]:
         """Per replica and rank of node `name`: its replica's name, what it does, the age of that news."""
         return [
@@ -57,8 +83,14 @@ class Vitals:
         return {name: d.messages for name, d in self.depths.items()}
 
 
-def wait_graph(spec: GraphSpec, vitals: Vitals, capacity: dict[str, int]) -> str:
+def rooms(spec: GraphSpec) -> dict[str, int]:
+    """How many messages each edge holds, backlogs included."""
+    return {name: c.messages for name, c in (capacities(spec) | backlogs(spec)).items()}
+
+
+def wait_graph(spec: GraphSpec, vitals: Vitals) -> str:
     """Who waits for what and since when, the last sign of life of each, and what stands on the edges."""
+    capacity = rooms(spec)
     lines = ["who waits for what:"]
     for n in spec.nodes:
         known = vitals.nodes(n.name)
@@ -70,7 +102,7 @@ def wait_graph(spec: GraphSpec, vitals: Vitals, capacity: dict[str, int]) -> str
     lines += [
         f"  {key:<14} hasn't let its event loop run for {p.status.lag_s:.1f} s"
         for key, p in sorted(vitals.pulses.items())
-        if p.status.lag_s > _LAG_S
+        if p.status.lag_s > LAG_S
     ]
     lines.append("what stands on the edges:")
     for name, depth in vitals.depths.items():

@@ -64,6 +64,32 @@ class RoleStatus(Message):
     nodes: tuple[NodeStatus, ...]
 
 
+class LastPulse(Message):
+    """A replica's last heartbeat, and its age when it was read."""
+
+    status: RoleStatus
+    age_s: NonNegativeFloat
+
+
+class EdgeState(Message):
+    """What stands on an edge with room for `capacity` messages; waiting and leased by reading group."""
+
+    messages: NonNegativeInt
+    capacity: NonNegativeInt
+    bytes: NonNegativeInt
+    waiting: dict[str, int]
+    leased: dict[str, int]
+
+
+class VitalsFile(Message):
+    """`vitals.json`: the run as its launcher saw it last; `time`: seconds since 1970, `step`: the newest."""
+
+    time: float
+    step: NonNegativeInt
+    pulses: dict[str, LastPulse]
+    edges: dict[str, EdgeState]
+
+
 class RunSummary(Message):
     """`summary.json`. Accuracies are shares of held-out samples with outcome `ok`, sampled as in training.
 
