@@ -160,11 +160,12 @@ def overhead(steps: int, rounds: int) -> None:
                 print(f"record={record}: {found[record][-1]}")
         size = sum(p.stat().st_size for p in Path(f"{folder}/0-True/lineage").rglob("*") if p.is_file())
     median = {r: {k: statistics.median(x[k] for x in xs) for k in xs[0]} for r, xs in found.items()}
-    ratio = median[True]["step_s"] / median[False]["step_s"]
+    pairs = [w["step_s"] / n["step_s"] for w, n in zip(found[True], found[False], strict=True)]
     cpu = (median[True]["cpu_s"] - median[False]["cpu_s"]) / median[False]["step_s"]
     memory = median[True]["rss_mb"] - median[False]["rss_mb"]
     tokens = GROUPS * SIZE * TOKENS
-    print(f"step with / without a record: {ratio:.3f}")
+    spread = f"{min(pairs):.3f} to {max(pairs):.3f} in {rounds} pairs"
+    print(f"step with / without a record: {statistics.median(pairs):.3f} in the median ({spread})")
     print(f"processor time of the recorder: {cpu:.1%} of a step, on one core")
     print(f"memory of the recorder: {memory:.0f} MB; {size / steps / tokens:.1f} bytes a token on disk")
 

@@ -13,13 +13,16 @@ from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Questions
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.tables import NAMES, table
+from arriero.engine.lineage.writer import LineageWriter
 from arriero.launchers.cli import main
 from arriero.launchers.inputs import input_files, package_sha256
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.runs import differences, first_difference, read
 from arriero.schemas.graph import GraphSpec, NodeSpec
+from arriero.schemas.ledger import Restarted, Resumed
+from arriero.schemas.lineage import RunEntry
 from arriero.schemas.manifest import ContentHashes
-from tests.lineage_runs import recorded_run
+from tests.lineage_runs import OPENED, recorded_run
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +107,28 @@ def test_sql_and_arrow_give_the_same_rows(run: RunDir) -> None:
     for name in NAMES:
         rows = table(record, name)
         (found,) = index.sql(f"select count(*) as n from {name}").to_pylist()
-        assert found["n"] == rows.num_rows > 0
+        assert found["n"] == rows.num_rows > -(name == "events")  # nothing has happened to this run
         assert index.table(name) == rows
     joined = (
         "select version, avg(r.reward) from samples s join rollouts r on rollout = r.id group by 1 order by 1"
     )
     assert [row["version"] for row in index.sql(joined).to_pylist()] == [1, 2, 3, 4]
+
+
+def test_restarts_and_how_a_run_failed_are_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = LineageWriter(str(tmp_path), OPENED)
+    writer.commit([Restarted(name="generator-0", number=1, why="SIGKILL")])
+    writer.commit(
+        [Resumed(number=1, versions={"trainer": 4}, why="preempted"), RunEntry(what="failed", detail="x")]
+    )
+    writer.close("failed")
+    assert Index(str(tmp_path)).table("events").to_pylist() == [
+        {"kind": "restarted", "name": "generator-0", "number": 1, "detail": "SIGKILL"},
+        {"kind": "resumed", "name": "", "number": 1, "detail": "trainer from version 4; preempted"},
+        {"kind": "failed", "name": "", "number": 0, "detail": "x"},
+    ]
+    assert main(["lineage", str(tmp_path)]) == 0
+    assert "1 restarts of a process, 1 of the whole run" in capsys.readouterr().out
 
 
 def test_an_index_is_used_while_it_is_that_of_the_record_and_made_anew_else(

@@ -28,7 +28,7 @@ usage: arriero lineage RUN [QUESTION] [--text] [--json] [--picture FILE.mmd|FILE
   --rollout ID           the steps that a rollout (GROUP/NUMBER) or a group went into
   --prompt ID            what became of a prompt;  --row N  of a row of the data, in all epochs
   --weights FINGERPRINT  the step that made these weights (or its first six digits, or the version)
-  --sql QUERY            over the tables steps, rollouts, samples, prompts, weights
+  --sql QUERY            over the tables steps, rollouts, samples, prompts, weights, events
 
 --text shows what prompts, answers and responses say, of the first rollouts (--limit).
 RUN is a run directory or the URL of a record. Without a question: what the record holds."""
@@ -139,6 +139,7 @@ def _overview(index: Index, made_from: Sequence[Ancestor]) -> str:
             f"  rollouts  {about.rollouts} in {about.groups} groups{redacted}",
             f"  prompts   {about.admitted} admitted, {about.dropped} drops",
             f"  held out  {about.evaluated} evaluated",
+            f"  lives     {about.restarts} restarts of a process, {about.resumes} of the whole run",
             *_family(made_from),
         ]
     )

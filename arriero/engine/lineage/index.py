@@ -25,6 +25,7 @@ from arriero.engine.lineage.files import Files
 from arriero.engine.lineage.reader import Lineage, record_url
 from arriero.engine.lineage.spaces import Spaces
 from arriero.engine.lineage.tables import NAMES, table
+from arriero.schemas.ledger import Restarted, Resumed
 from arriero.schemas.lineage import Anchor, Digest, Place
 from arriero.schemas.messages import Message
 
@@ -56,6 +57,8 @@ class Overview(Message):
     dropped: NonNegativeInt
     evaluated: NonNegativeInt
     redacted: NonNegativeInt
+    restarts: NonNegativeInt
+    resumes: NonNegativeInt
 
 
 class IndexFile(Message):
@@ -67,7 +70,7 @@ class IndexFile(Message):
     overview: Overview
 
 
-_FORMAT = 2  # of the tables: one more whenever a column changes
+_FORMAT = 3  # of the tables: one more whenever a column changes
 
 
 class Index:
@@ -185,7 +188,8 @@ def _overview(record: Lineage) -> Overview:
         versions=tuple(s.version for s in (*record.steps[:1], *record.steps[-1:])),
         rollouts=sum(len(g.lengths) for g in record.groups.values()), groups=len(record.groups),
         admitted=len(record.admitted), dropped=len(record.dropped), evaluated=len(record.evaluated),
-        redacted=len(record.redacted),
+        redacted=len(record.redacted), restarts=sum(isinstance(e, Restarted) for e in record.events),
+        resumes=sum(isinstance(e, Resumed) for e in record.events),
     )  # fmt: skip
 
 

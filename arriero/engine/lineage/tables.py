@@ -7,22 +7,26 @@
 | `samples`  | a rollout in a batch: the step that was made from it, its reward there                       |
 | `prompts`  | an admission: row, epoch, and what became of it                                              |
 | `weights`  | a version that a loop carried, with its fingerprint                                          |
+| `events`   | something that happened to the run: a restart, that it went on, how it failed                |
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from arriero.engine.lineage.reader import Lineage
+from arriero.schemas.ledger import Restarted, Resumed
 from arriero.schemas.lineage import GroupEntry
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-NAMES = ("steps", "rollouts", "samples", "prompts", "weights")
+NAMES = ("steps", "rollouts", "samples", "prompts", "weights", "events")
 Rows = Iterator[tuple[Any, ...]]
+Blocks = Iterator[tuple[Sequence[Any], ...]]  # of rows: their values, column by column
 
 
 def table(lineage: Lineage, name: str) -> pa.Table:
@@ -30,9 +34,11 @@ def table(lineage: Lineage, name: str) -> pa.Table:
     import pyarrow as pa
 
     types: dict[str, pa.DataType] = {"int64": pa.int64(), "double": pa.float64(), "string": pa.string()}
-    columns, rows = _TABLES[name]
-    found = list(rows(lineage))
-    values: list[Any] = list(zip(*found, strict=True)) if found else [() for _ in columns]
+    columns, blocks = _TABLES[name]
+    values: list[list[Any]] = [[] for _ in columns]
+    for block in blocks(lineage):
+        for column, found in zip(values, block, strict=True):
+            column.extend(found)
     arrays: list[Any] = [
         pa.array(v, type=types[kind]) for v, kind in zip(values, columns.values(), strict=True)
     ]
@@ -47,9 +53,9 @@ def _steps(lineage: Lineage) -> Rows:
         )  # fmt: skip
 
 
-def rollout_id(group: GroupEntry, number: int) -> str:
-    """How a question names rollout `number` of a group."""
-    return f"{group.id}/{number}"
+def _one_by_one(rows: Callable[[Lineage], Rows]) -> Callable[[Lineage], Blocks]:
+    """Rows as blocks of one each: for tables that aren't long."""
+    return lambda lineage: (tuple((value,) for value in row) for row in rows(lineage))
 
 
 def origins_of(group: GroupEntry) -> tuple[int, ...]:
@@ -57,27 +63,47 @@ def origins_of(group: GroupEntry) -> tuple[int, ...]:
     return group.prompt.origins or (group.scores.origins if group.scores else group.origins)
 
 
-def _rollouts(lineage: Lineage) -> Rows:
+def _rollouts(lineage: Lineage) -> Blocks:
+    """A block per group: a row at a time takes four times as long."""
     for g in lineage.groups.values():
-        s, start, origin = g.scores, g.arrays.start, next(iter(origins_of(g)), None)
-        for k, length in enumerate(g.lengths):
-            yield (
-                rollout_id(g, k), g.id, k, s.id if s else "", g.prompt.id, g.prompt.row, g.prompt.epoch,
-                g.prompt.split, s.values[k] if s else None, s.outcomes[k].value if s else None,
-                s.reward_version if s else "", length, g.sampled[k], g.oldest[k], g.newest[k], g.finishes[k],
-                g.temperatures[k], g.seeds[k], g.arrays.part, start,
-                f"{g.recorded}/{k}" if g.recorded else "", origin, g.text.part, g.text.start, g.text.size,
-            )  # fmt: skip
-            start += length
+        s, n, p, t = g.scores, len(g.lengths), g.prompt, g.text
+        starts = [*accumulate(g.lengths, initial=g.arrays.start)][:n]
+        nothing = [None] * n
+        yield (
+            [f"{g.id}/{k}" for k in range(n)], [g.id] * n, range(n), [s.id if s else ""] * n, [p.id] * n,
+            [p.row] * n, [p.epoch] * n, [p.split] * n, s.values if s else nothing,
+            [o.value for o in s.outcomes] if s else nothing, [s.reward_version if s else ""] * n, g.lengths,
+            g.sampled, g.oldest, g.newest, g.finishes, g.temperatures, g.seeds, [g.arrays.part] * n, starts,
+            [f"{g.recorded}/{k}" if g.recorded else "" for k in range(n)],
+            [next(iter(origins_of(g)), None)] * n, [t.part] * n, [t.start] * n, [t.size] * n,
+        )  # fmt: skip
 
 
-def _samples(lineage: Lineage) -> Rows:
+def _samples(lineage: Lineage) -> Blocks:
+    """A block per batch."""
     steps = {s.batch: s.version for s in lineage.steps}
     for b in lineage.batches.values():
+        n = len(b.group)
         ids = [lineage.groups[g].id if g in lineage.groups else "" for g in b.groups]
-        for k, (g, r) in enumerate(zip(b.group, b.rollout, strict=True)):
-            rollout = f"{ids[g]}/{r}" if r >= 0 else ""
-            yield steps.get(b.id), b.id, k, b.groups[g], rollout, b.rewards[k], b.origin[k], b.lengths[k]
+        rollouts = [f"{ids[g]}/{r}" if r >= 0 else "" for g, r in zip(b.group, b.rollout, strict=True)]
+        yield (
+            [steps.get(b.id)] * n, [b.id] * n, range(n), [b.groups[g] for g in b.group], rollouts, b.rewards,
+            b.origin, b.lengths,
+        )  # fmt: skip
+
+
+def _events(lineage: Lineage) -> Rows:
+    for e in lineage.events:
+        match e:
+            case Restarted():
+                yield "restarted", e.name, e.number, e.why
+            case Resumed():
+                told = ", ".join(f"{node} from version {v}" for node, v in e.versions.items())
+                yield "resumed", "", e.number, "; ".join(t for t in (told, e.why, *e.changed) if t)
+            case _:
+                pass
+    for entry in lineage.run:
+        yield entry.what, "", 0, entry.detail
 
 
 def _prompts(lineage: Lineage) -> Rows:
@@ -96,20 +122,19 @@ def _weights(lineage: Lineage) -> Rows:
         yield w.loop, w.id, w.version, w.fingerprint, (w.parents[0] if w.parents else "")
 
 
-_TABLES: dict[str, tuple[dict[str, str], Callable[[Lineage], Rows]]] = {
+_TABLES: dict[str, tuple[dict[str, str], Callable[[Lineage], Blocks]]] = {
     "steps": (
         {
             "version": "int64", "node": "string", "batch": "string", "tokens": "int64",
             "staleness_max": "int64", "staleness_mean": "double", "reward_mean": "double", "loss": "double",
             "grad_norm": "double", "metrics": "string",
         },
-        _steps,
+        _one_by_one(_steps),
     ),
     "rollouts": (
         {
             "id": "string", "group": "string", "number": "int64", "scored": "string", "prompt": "string",
-            "row": "int64",
-            "epoch": "int64", "split": "string", "reward": "double", "outcome": "string",
+            "row": "int64", "epoch": "int64", "split": "string", "reward": "double", "outcome": "string",
             "reward_version": "string", "length": "int64", "sampled": "int64", "oldest": "int64",
             "newest": "int64", "finish": "string", "temperature": "double", "seed": "int64", "part": "int64",
             "start": "int64", "recorded": "string", "origin": "int64",
@@ -130,10 +155,14 @@ _TABLES: dict[str, tuple[dict[str, str], Callable[[Lineage], Rows]]] = {
             "min_version": "int64", "trained_in": "int64", "dropped": "string", "dropped_by": "string",
             "detail": "string",
         },
-        _prompts,
+        _one_by_one(_prompts),
     ),
     "weights": (
         {"loop": "string", "id": "string", "version": "int64", "fingerprint": "string", "batch": "string"},
-        _weights,
+        _one_by_one(_weights),
+    ),
+    "events": (
+        {"kind": "string", "name": "string", "number": "int64", "detail": "string"},
+        _one_by_one(_events),
     ),
 }  # fmt: skip
