@@ -20,12 +20,12 @@ import torch
 from arriero.components.adapters import adapters, merged, plain_name, trained
 from arriero.components.sharding import local, sharded_like, whole
 from arriero.components.training_options import Average
+from arriero.schemas.lineage import HEAD, NO_HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-HEAD, NO_HEAD = "lineage_head", "0" * 64  # metadata of a file: for the head of the record, once it is known
 _FILE_BYTES = 4 << 30
 
 

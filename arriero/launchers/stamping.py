@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from arriero.components.trained_weights import HEAD, NO_HEAD
+from arriero.schemas.lineage import HEAD, NO_HEAD
 
 _LENGTH = 8  # bytes of the length of the header, little-endian
 _MOST = 100 << 20  # of a header, as safetensors limits it

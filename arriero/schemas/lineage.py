@@ -15,6 +15,8 @@ from arriero.schemas.ledger import Event
 from arriero.schemas.messages import Finish, Message, Outcome, Split
 
 RunState = Literal["finished", "failed", "stopped"]
+# In the metadata of a model file: the head of the record, or the room for it while it isn't known.
+HEAD, NO_HEAD = "lineage_head", "0" * 64
 More = tuple[dict[str, JsonValue], ...]  # per record: its fields without a column; empty: none has any
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, hexadecimal
 
