@@ -1,6 +1,6 @@
 """The record of a run while it goes on, and its summary: whatever the ledger says, written as it comes.
 
-ledger log, heartbeats, edge depths -> ledger.jsonl, metrics.jsonl, tensorboard/ -> summary.json
+ledger log, heartbeats, edge depths -> ledger, metrics, timeline (.jsonl), tensorboard/ -> summary.json
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from arriero.launchers.progress import Display, View
 from arriero.launchers.resuming import read_history
 from arriero.launchers.rundir import RunDir, write_json
 from arriero.launchers.summary import Account, State
+from arriero.launchers.timeline import Timeline
 from arriero.launchers.vitals import Vitals
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import EVENT, LEDGER_LOG, Admitted, DroppedEvent, Evaluated, Event, Trained
@@ -63,6 +64,7 @@ class Reporter:
         self._files: list[TextIO] = [run.ledger.open("a"), run.metrics.open("a")]
         self._board = Board(run.tensorboard)
         self._health = Health(spec)
+        self._timeline = Timeline(run.timeline)
 
     async def follow(self, broker: Broker) -> None:
         """Take every event; ends only when that fails."""
@@ -97,6 +99,7 @@ class Reporter:
         """Heartbeats and depths are new."""
         for pulse in self._vitals.pulses.values():
             self._account.heartbeat(pulse.status)
+        self._timeline.look(self._vitals)
         write_json(self._run.vitals, self._vitals.written(self._spec, self._account.steps))
         self._display.update(self._view())
 
@@ -134,6 +137,7 @@ class Reporter:
             for file in self._files:
                 file.close()
             self._board.close()
+            self._timeline.close()
         except OSError as problem:
             summary = self._incomplete(summary, problem)
         self._display.close()
@@ -186,6 +190,7 @@ class Reporter:
         if self._recording is not None:
             self._recording.event(event)
         print(event.model_dump_json(), file=self._files[0], flush=True)
+        self._timeline.event(event)
         match event:
             case DroppedEvent():
                 self._last_drop = event

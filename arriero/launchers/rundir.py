@@ -63,6 +63,11 @@ class RunDir:
         return self.path / "vitals.json"
 
     @property
+    def timeline(self) -> Path:
+        """When what happened: for `arriero trace` and `arriero report`."""
+        return self.path / "timeline.jsonl"
+
+    @property
     def history(self) -> Path:
         """Of a run that goes on: what counts of its ledger."""
         return self.path / "history.jsonl"

@@ -90,6 +90,31 @@ class VitalsFile(Message):
     edges: dict[str, EdgeState]
 
 
+class NodeMoment(Message):
+    """A node of a replica ("<role>-<replica>-<rank>"): cumulative seconds, and what it waits for."""
+
+    replica: str
+    node: str
+    busy_s: NonNegativeFloat = 0.0
+    idle_s: NonNegativeFloat = 0.0
+    waits_for: str = ""
+    ended: bool = False
+
+
+class Moment(Message):
+    """A line of `timeline.jsonl`, `time` in seconds since 1970: a look at all replicas, or a ledger event.
+
+    An event says `what` became of the prompts `origins`; `edges`: the messages on each.
+    """
+
+    time: float
+    nodes: tuple[NodeMoment, ...] = ()
+    edges: dict[str, int] = Field(default_factory=dict)
+    what: str = ""
+    origins: tuple[int, ...] = ()
+    version: NonNegativeInt = 0
+
+
 class RunSummary(Message):
     """`summary.json`. Accuracies are shares of held-out samples with outcome `ok`, sampled as in training.
 
