@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,3 +104,9 @@ def test_a_full_edge_makes_the_recorder_let_go(tmp_path: Path) -> None:
     run = Launch(tmp_path, "inline", **RECORDED | {"graph": {"staleness": 1, "room": 4}})
     assert (run.wait(), run.errors) == (0, "")
     assert not Lineage(str(run.path)).twice
+
+
+def test_the_process_that_records_loads_neither_torch_nor_what_questions_need() -> None:
+    code = "import sys, arriero.launchers.recording, arriero.engine.lineage.writer; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert not {"torch", "transformers", "duckdb", "pyarrow", "zarr"} & {*done.stdout.split()}
