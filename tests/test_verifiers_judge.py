@@ -224,11 +224,20 @@ async def test_a_reward_model_gives_numbers_on_each_route(route: Any) -> None:
     assert [(s.value, s.outcome.value) for s in found] == [(0.75, "ok"), (0.25, "wrong")]
 
 
-@pytest.mark.parametrize("number", [None, "NaN", "1", True])
-async def test_a_reward_model_without_a_number_is_no_verdict(number: object) -> None:
-    body = b'{"data": [{"probs": [NaN]}]}' if number == "NaN" else {"data": [{"probs": [number]}]}
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        *((json.dumps({"data": [{"probs": [n]}]}).encode(), "no finite number") for n in (None, "1", True)),
+        (b'{"data": [{"probs": [NaN]}]}', "no finite number"),
+        (b'{"data": [{"probs": [1' + b"0" * 400 + b"]}]}", "OverflowError"),
+        (b'{"data": {}}', "KeyError"),
+        (b"[" * 100_000, "RecursionError"),
+    ],
+    ids=lambda v: str(v)[:20],
+)
+async def test_a_reward_model_without_a_number_is_no_verdict(body: bytes, why: str) -> None:
     async with served(lambda asked, times: (200, body, "")) as server:
-        with pytest.raises(UserError, match=r"reward_model can't be tried: error: .*no finite number"):
+        with pytest.raises(UserError, match=rf"reward_model can't be tried: error: .*{why}"):
             await run(RewardModel(endpoint=judge(server).endpoint), group("42"))
 
 
@@ -249,6 +258,7 @@ async def test_answers_in_chunks_are_read_and_large_ones_refused() -> None:
     answers = {
         "chunked": b"Transfer-Encoding: chunked\r\n\r\n3\r\n[1,\r\n3;x=y\r\n 2]\r\n0\r\n\r\n",
         "large": b"Content-Length: 99999999999\r\n\r\n",
+        "open": b"\r\n[1,",  # up to the end of the connection, which comes later
     }
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -256,6 +266,9 @@ async def test_answers_in_chunks_are_read_and_large_ones_refused() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n" + answers[asked.strip("/")])
         with contextlib.suppress(OSError):  # the client may be gone already
             await writer.drain()
+            if asked == "/open":
+                await asyncio.sleep(0.1)
+                writer.write(b" 2]")
             writer.close()
             await writer.wait_closed()
         ended.set()
@@ -263,9 +276,10 @@ async def test_answers_in_chunks_are_read_and_large_ones_refused() -> None:
     ended = asyncio.Event()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    assert await post(f"{url}/chunked", {}, {}) == [1, 2]
-    await ended.wait()
-    ended.clear()
+    for way in ("chunked", "open"):
+        assert await post(f"{url}/{way}", {}, {}) == [1, 2]
+        await ended.wait()
+        ended.clear()
     with pytest.raises(HttpError, match="99999999999 bytes"):
         await post(f"{url}/large", {}, {})
     await ended.wait()

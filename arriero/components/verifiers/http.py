@@ -53,7 +53,13 @@ async def post(url: str, body: JsonValue, headers: Mapping[str, str]) -> JsonVal
         writer.write("\r\n".join(lines).encode() + data)
         await writer.drain()
         return await _answer(reader, parts.netloc)
-    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+    except (
+        OSError,
+        asyncio.IncompleteReadError,
+        asyncio.LimitOverrunError,
+        ValueError,
+        RecursionError,
+    ) as error:
         raise HttpError(f"{parts.netloc}: {type(error).__name__}: {error}") from error
     finally:
         writer.transport.abort()
@@ -85,4 +91,11 @@ async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> byt
     size = int(headers.get("content-length", -1))
     if size > MOST_BYTES:
         raise ValueError(f"an answer of {size} bytes")
-    return await reader.readexactly(size) if size >= 0 else await reader.read(MOST_BYTES)
+    if size >= 0:
+        return await reader.readexactly(size)
+    found = bytearray()  # up to where the server closes the connection
+    while data := await reader.read(1 << 16):
+        found += data
+        if len(found) > MOST_BYTES:
+            raise ValueError(f"an answer of over {MOST_BYTES} bytes")
+    return bytes(found)

@@ -27,7 +27,15 @@ from pydantic.dataclasses import dataclass
 from arriero.components.verifiers.extraction import conclusion
 from arriero.components.verifiers.http import HttpError, post
 from arriero.components.verifiers.known import Known, canaries_of
-from arriero.components.verifiers.reward import STRICT, Canary, RolloutReward, Scorer, no_verdict, verdict
+from arriero.components.verifiers.reward import (
+    STRICT,
+    Canary,
+    RolloutReward,
+    Scorer,
+    describe,
+    no_verdict,
+    verdict,
+)
 from arriero.engine.errors import UserError
 from arriero.engine.runtime.context import count
 from arriero.schemas.messages import Outcome, Prompt, Rollout, Score
@@ -116,21 +124,29 @@ class Asking:
                 try:
                     async with asyncio.timeout(endpoint.time_s):
                         answer = await post(f"{endpoint.url.rstrip('/')}/{self._route}", body, self.headers)
-                    return self.reward.read(answer)
+                    return self._read(answer)
                 except HttpError as error:
                     last, asked_wait_s = no_verdict(str(error)), error.retry_after_s
                     if not error.passing:
                         break
                 except TimeoutError:
                     last = no_verdict(f"no answer in {endpoint.time_s:g} s", Outcome.TIMEOUT)
-                except (NoReading, KeyError, IndexError, TypeError) as error:
-                    last = no_verdict(f"the answer can't be read: {type(error).__name__}: {error}")
+                except NoReading as error:
+                    last = no_verdict(f"the answer can't be read: {error}")
             if attempt < endpoint.retries:
                 await asyncio.sleep(
                     max(_jitter(endpoint.backoff_s, attempt), min(asked_wait_s, _MOST_WAIT_S))
                 )
         count("requests_failed")
         return last
+
+    def _read(self, answer: Any) -> Score:
+        try:
+            return self.reward.read(answer)
+        except NoReading:
+            raise
+        except Exception as error:  # whatever reading a foreign answer raises: it is one that can't be read
+            raise NoReading(describe(error)) from error
 
     async def unscorable(self, prompt: Prompt) -> str:
         return self.reward.unscorable(prompt)
@@ -223,10 +239,12 @@ class RewardModel(Asked):
     def request(self, prompt: Prompt, response: str) -> dict[str, JsonValue]:
         if self.served_at == "score":
             return {"model": self.endpoint.model, "text_1": prompt.text, "text_2": response}
-        messages: list[JsonValue] = [
-            {"role": "user", "content": prompt.text}, {"role": "assistant", "content": response},
-        ]  # fmt: skip
-        return {"model": self.endpoint.model, "messages": messages}
+        asked = [(m.role, m.content) for m in prompt.messages] or [("user", prompt.text)]
+        said = [*asked, ("assistant", response)]
+        return {
+            "model": self.endpoint.model,
+            "messages": [{"role": role, "content": content} for role, content in said],
+        }
 
     def read(self, answer: Any) -> Score:
         found: object = answer["data"][-1]
