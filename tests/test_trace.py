@@ -40,7 +40,7 @@ def test_a_replica_that_starts_again_and_one_that_has_ended_leave_gaps() -> None
 
 def run_of_toys(path: Path) -> RunDir:
     generator = ToyGenerator(seconds=0.02)
-    spec = toy_graph(generator=generator, staleness=1, trainer=ToyTrainer(steps=4, seconds=0.2)).check()
+    spec = toy_graph(generator=generator, staleness=1, trainer=ToyTrainer(steps=4, seconds=0.6)).check()
     run = create(path)
     assert inline(spec, RunOptions(run_id="toys", heartbeat_s=0.1), run, LaunchOptions(quiet=True)) == 0
     return run

@@ -117,7 +117,9 @@ def _prompts(m: Moment, at: float) -> Iterator[TraceEvent]:
     for origin in m.origins:
         name = f"prompt {origin}" if origin >= 0 else f"held-out prompt {-origin}"
         common: TraceEvent = {"pid": _PROMPTS, "tid": 0, "cat": "prompt", "id": str(origin), "ts": at}
-        args: TraceEvent = {"what": m.what} | ({"version": m.version} if m.version else {})
+        args: TraceEvent = {"what": m.what}
+        if m.version:
+            args["version"] = m.version
         yield {**common, "name": name, "ph": "b" if m.what == "admitted" else "e", "args": args}
 
 
