@@ -1,7 +1,7 @@
 """Launching a thousand replicas: what schedulers are given, and the storm in which all arrive at the hub.
 
-Each simulated replica has two connections with TLS, one that registers as an agent does and one that sends a
-heartbeat a second; a real one has a third, for the records of its role. One hub, and three that replicate.
+Each simulated replica is one connection with TLS, which registers as an agent does and then sends a heartbeat
+a second; a real one has three, in two processes. One hub, and three that replicate.
 
     python benchmarks/hub.py [REPLICAS]
 """
@@ -18,10 +18,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from arriero.engine.broker import BrokerError
 from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_link import Link
+from arriero.engine.nats_log import append
+from arriero.engine.nats_names import Names
+from arriero.engine.nats_pulse import Heartbeat
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.launchers import jobs
 from arriero.launchers.cluster import plan
@@ -49,12 +54,14 @@ def rendered(spec: GraphSpec, on: Cluster) -> tuple[float, int]:
 
 
 async def replica(url: str, token: str, name: str) -> None:
-    """Register, then a heartbeat a second until cancelled."""
-    broker = await NatsBroker.connect(url, token, run=RUN, timeout_s=BOUND_S)
-    here = Arrived(name=name, life=name, host=socket.gethostname())
-    await broker.append(CREW_LOG, f"arrived:{name}", here.model_dump_json().encode())
-    broker.start_pulse(f"{name}-0", lambda: b"alive", interval_s=1.0)
-    await asyncio.Event().wait()
+    """Register, then a heartbeat a second until cancelled; all on one connection."""
+    names, here = Names(RUN), Arrived(name=name, life=name, host=socket.gethostname())
+    link = await Link.open(url, token, name=name, timeout_s=BOUND_S)
+    await append(link, names, CREW_LOG, f"arrived:{name}", here.model_dump_json().encode())
+    beat = msgspec.msgpack.encode(Heartbeat(b"alive", []))
+    while True:
+        await link.publish(names.beat_subject(f"{name}-0"), beat)
+        await asyncio.sleep(1.0)
 
 
 def replicas(urls: Sequence[str], token: str, names: Sequence[str]) -> None:

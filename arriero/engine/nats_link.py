@@ -24,6 +24,7 @@ from arriero.engine.certificates import trusting
 
 _log = logging.getLogger(__name__)
 _FORGOTTEN_S = 1.0
+_CONNECT_S = 20  # for one try: a server that many reach for at once takes its time for each handshake
 _BLOCKED_S = 1.0  # a time-out that comes so late shows that the event loop stood still
 _OLDEST_SERVER = (2, 11)  # earlier ones can keep acknowledged messages of a stream for ever
 
@@ -139,7 +140,7 @@ class Link:
             reconnected_cb=self._on_reconnect,
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.1,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # seconds, fractions work
-            connect_timeout=2,
+            connect_timeout=_CONNECT_S,
             ping_interval=5,
         )
 

@@ -26,6 +26,7 @@ from arriero.engine.certificates import CERTIFICATE, KEY, address, make_certific
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_PAYLOAD_BYTES = 8 << 20
+_HANDSHAKE_S = 60  # the default of 2 s isn't enough when a thousand replicas arrive at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,8 @@ def start_server(
     if public:
         certificate = make_certificate(folder)
         key = certificate.with_name(KEY)
-        text += f"tls {{ cert_file: {json.dumps(str(certificate))}, key_file: {json.dumps(str(key))} }}\n"
+        files = f"cert_file: {json.dumps(str(certificate))}, key_file: {json.dumps(str(key))}"
+        text += f"tls {{ {files}, timeout: {_HANDSHAKE_S} }}\n"
     _write_private(config, text + _cluster(peers, token))
     said = log.stat().st_size if log.exists() else 0
     process = subprocess.Popen(
@@ -138,7 +140,7 @@ def start_server(
 def _config(folder: Path, store: Path, log: Path, listen: str, token: str, monitor: str) -> str:
     return f"""\
 listen: {json.dumps(listen)}
-{monitor}authorization {{ token: {json.dumps(token)} }}
+{monitor}authorization {{ token: {json.dumps(token)}, timeout: {_HANDSHAKE_S} }}
 jetstream {{ store_dir: {json.dumps(str(store))}, max_file_store: 1TB, max_memory_store: 64GB }}
 max_payload: {MAX_PAYLOAD_BYTES}
 max_pending: 256MB

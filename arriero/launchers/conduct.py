@@ -28,6 +28,7 @@ from arriero.launchers.crew import RemoteCrew
 from arriero.launchers.hub import BROKER, HUB_FILE, HubAddress, claim_store, clean, edges, logs, publish
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.place import attempt, own_address
+from arriero.launchers.resuming import fill_ledger, go_on
 from arriero.launchers.rundir import ATTEMPTS, OUTPUTS, RunDir
 from arriero.schemas.crew import CREW_LOG, ORDERS_LOG
 from arriero.schemas.graph import GraphSpec
@@ -52,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hosts = {role: int(count) for role, _, count in (text.partition("=") for text in args.hosts)}
     run = RunDir(args.run_dir)
     try:
-        _settle(run, args.bundle)
-        spec, options = run.read_graph(), run.read_options()
+        spec, options = _settle(run, args.bundle)
         # The messages stay on this host: a file system of many hosts is slow, and doesn't map files.
         with TemporaryDirectory(prefix="arriero-broker-") as store:
             server = LastingServer(run.path / BROKER, Path(store))
@@ -68,26 +68,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     return PREEMPTED if code == INTERRUPTED and not (run.path / CANCELLED).exists() else code
 
 
-def _settle(run: RunDir, bundle: Path | None) -> None:
-    """The description of the run is in its directory, and what an earlier attempt left is out of the way."""
+def _settle(run: RunDir, bundle: Path | None) -> tuple[GraphSpec, RunOptions]:
+    """The run as its directory describes it; from what an earlier attempt left it goes on, if it can.
+
+    Raises UserError.
+    """
     run.path.mkdir(parents=True, exist_ok=True)
     for name in BUNDLE if bundle else ():
         assert bundle is not None
         if not (run.path / name).exists():
             shutil.copyfile(bundle / name, run.path / name)
     (run.path / HUB_FILE).unlink(missing_ok=True)
+    spec, options = run.read_graph(), run.read_options()
     if run.ledger.exists():
-        number = 1 + sum(1 for _ in (run.path / ATTEMPTS).glob("*"))
-        earlier = run.path / ATTEMPTS / str(number)
-        earlier.mkdir(parents=True)
-        for name in OUTPUTS:
-            with suppress(FileNotFoundError):
-                (run.path / name).rename(earlier / name)
-        print(
-            f"arriero: the job was started again; what attempt {number} recorded is in {earlier}", flush=True
-        )
+        try:
+            resumed = go_on(spec, options, run, why="the job was started again")
+            versions = "".join(f", {node} from version {v}" for node, v in resumed.versions.items())
+            print(f"arriero: the job was started again; the run goes on{versions}", flush=True)
+        except UserError as error:
+            print(f"arriero: {error}; it starts anew, and {_put_aside(run)} keeps what it had", flush=True)
     for folder in (run.logs, run.tensorboard):
         folder.mkdir(exist_ok=True)
+    return spec, options
+
+
+def _put_aside(run: RunDir) -> Path:
+    """What an attempt that can't go on has written lies there."""
+    earlier = run.path / ATTEMPTS / str(1 + sum(1 for _ in (run.path / ATTEMPTS).glob("*")))
+    earlier.mkdir(parents=True)
+    for name in OUTPUTS:
+        with suppress(FileNotFoundError):
+            (run.path / name).rename(earlier / name)
+    return earlier
 
 
 class LastingServer:
@@ -137,6 +149,7 @@ async def _conduct(
         link = await NatsBroker.connect(server.url, server.token, run=options.run_id)
         try:
             await link.declare(edges(spec, options), [*logs(spec), CREW_LOG, ORDERS_LOG])
+            await fill_ledger(link, run)
             crew = RemoteCrew(spec, link, hosts, log)
             conductor = Conductor(spec, options, run, LaunchOptions(), crew)
             conductor.supervisor.watch(crew.follow())
