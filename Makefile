@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with one Python 3.11 to 3.13: it first sets up .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-vllm test test-slow lint format bench clean
+.PHONY: help setup demo demo-vllm test test-slow chaos lint format bench clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -24,6 +24,7 @@ help:
 	@echo "make demo-vllm  the same with vLLM as the engine"
 	@echo "make test       fast tests"
 	@echo "make test-slow  tests marked slow"
+	@echo "make chaos      kill, stop and cut off processes of running graphs a hundred times (CHAOS=--faults 500)"
 	@echo "make lint       ruff format --check, ruff check, mypy, pyright"
 	@echo "make format     ruff format, ruff check --fix"
 	@echo "make bench      every program in benchmarks/"
@@ -70,6 +71,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 bench: $(STAMP)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,11 @@ from safetensors.torch import load_file
 
 from arriero.engine.lineage.chain import ChainError
 from arriero.engine.lineage.reader import Lineage
+from arriero.engine.runtime.ledger import effective
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir
-from arriero.schemas.ledger import Admitted, Resumed
+from arriero.schemas.ledger import EVENT, Admitted, Resumed, Trained
 from tests.inline_runs import saved
 from tests.tiny_models import tiny_llama
 
@@ -49,11 +49,15 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model" / "model.safetensors")
 
 
-def measured(path: Path) -> list[dict[str, Any]]:
-    """Of every step all that isn't time, a queue or a process."""
-    timed = {"time", "queues", "roles", "nodes"}
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+def measured(path: Path) -> list[Trained]:
+    """Every step that counts: its prompts, tokens, reward, staleness and metrics."""
+    lines = (path / "ledger.jsonl").read_bytes().splitlines()
+    return [e for e in effective(map(EVENT.validate_json, lines)) if isinstance(e, Trained)]
+
+
+def told(path: Path) -> list[int]:
+    """The steps in metrics.jsonl."""
+    return [int(json.loads(line)["step"]) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 def history(path: Path) -> list[tuple[int, str]]:
@@ -87,7 +91,7 @@ def test_some_steps_and_then_more_are_as_all_at_once(
     assert (summary.state, summary.steps) == ("finished", 6)
     assert summary.groups_admitted == summary.groups_trained == 24
     assert measured(halves) == measured(whole)
-    assert [m["step"] for m in measured(halves)] == [1, 2, 3, 4, 5, 6]
+    assert told(halves) == [1, 2, 3, 4, 5, 6]
     assert equal(halves, whole)
     if record == "true":
         assert history(halves) == history(whole)
@@ -157,11 +161,11 @@ def test_a_difference_is_refused_and_shown_or_allowed_and_recorded(
         file.write('\n{"prompt": "1+1=", "answer": "2"}')
     capsys.readouterr()
     assert run("--resume", str(path), "--steps", "4", "--optimizer.lr", "2e-3") == 2
-    told = capsys.readouterr().err
-    assert "optimizer.lr: 0.001 -> 0.002" in told
-    assert "steps: 2 -> 4" in told
-    assert "input.prompts.path.sums.jsonl: " in told
-    assert "--allow-change" in told
+    said = capsys.readouterr().err
+    assert "optimizer.lr: 0.001 -> 0.002" in said
+    assert "steps: 2 -> 4" in said
+    assert "input.prompts.path.sums.jsonl: " in said
+    assert "--allow-change" in said
     assert {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()} == before
     allowed = ["--allow-change", "optimizer", "--allow-change", "steps", "--allow-change", "input"]
     assert run("--resume", str(path), "--steps", "4", "--optimizer.lr", "2e-3", *allowed) == 0
@@ -180,7 +184,7 @@ def test_what_cant_be_resumed_is_said_in_one_line(
         run("aipo", *task, "--staleness", "1", "--record", "false", "--steps", "2", "--run-dir", str(path))
         == 0
     )
-    for words, told in (
+    for words, why in (
         (["--resume", str(tmp_path / "nowhere")], "can't be read"),
         (["--resume"], "--resume needs the directory of a run"),
         (["--resume", str(path), "--allow-change", "steps"], "nothing of it has changed"),
@@ -189,4 +193,4 @@ def test_what_cant_be_resumed_is_said_in_one_line(
     ):
         capsys.readouterr()
         assert run(*words) == 2
-        assert told in capsys.readouterr().err
+        assert why in capsys.readouterr().err

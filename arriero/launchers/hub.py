@@ -30,12 +30,13 @@ from arriero.engine.lineage.recorder import RECORD, recorded
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.engine.rates import backlogs, capacities
+from arriero.engine.runtime.journal import record
 from arriero.launchers.parent import die_with_launcher
 from arriero.launchers.place import attempt
 from arriero.launchers.resuming import fill_ledger
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import CONTROL_LOG, LEDGER_LOG, lengths_log, loop_log
+from arriero.schemas.ledger import CONTROL_LOG, LEDGER_LOG, Restarted, lengths_log, loop_log
 from arriero.schemas.messages import Message
 from arriero.schemas.run import RunOptions
 
@@ -171,27 +172,34 @@ def _serve(run_dir: Path, port: int) -> int:
     told = _Told()
     run = RunDir(run_dir)
     spec, options = run.read_graph(), run.read_options()
-    server = start_server(run_dir / BROKER, port=port, token=os.environ.get(TOKEN, ""))
+    servers = [start_server(run_dir / BROKER, port=port, token=os.environ.get(TOKEN, ""))]
     try:
-        return asyncio.run(_declare_and_wait(run_dir, spec, options, server, told))
+        return asyncio.run(_declare_and_wait(run_dir, spec, options, servers, told))
     finally:
-        server.stop(timeout_s=2.0)
+        servers[-1].stop(timeout_s=2.0)
         clean(run_dir, options.run_id)
 
 
 async def _declare_and_wait(
-    run_dir: Path, spec: GraphSpec, options: RunOptions, server: NatsServer, told: _Told
+    run_dir: Path, spec: GraphSpec, options: RunOptions, servers: list[NatsServer], told: _Told
 ) -> int:
+    server = servers[0]
     broker = await NatsBroker.connect(server.url, server.token, run=options.run_id)
     try:
         await declare(broker, spec, options)
         await fill_ledger(broker, RunDir(run_dir))
         publish(run_dir / HUB_FILE, HubAddress(url=server.url, attempt=attempt()))
         await told.or_dead(server)
-        if server.process.poll() is not None:
-            raise BrokerError(
-                f"nats-server ended by itself with code {server.process.returncode}; see {server.log}"
-            )
+        while (code := servers[-1].process.poll()) is not None:
+            why = f"nats-server ended by itself with code {code}"
+            if (number := len(servers)) > options.restarts:
+                raise BrokerError(f"{why}; see {server.log}")
+            print(f"{why}; it starts again ({number} of {options.restarts})", file=sys.stderr, flush=True)
+            # With what it had stored; who is connected comes back by himself.
+            servers.append(start_server(run_dir / BROKER, port=server.port, token=server.token))
+            await declare(broker, spec, options)  # what stood in memory only
+            await record(broker, Restarted(name="nats-server", number=number, why=why))
+            await told.or_dead(servers[-1])
         return 0
     finally:
         with suppress(BrokerError, TimeoutError):

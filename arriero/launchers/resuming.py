@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,6 +22,7 @@ from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.engine.lineage.chain import ChainError
 from arriero.engine.lineage.reader import Lineage
+from arriero.engine.lineage.recorder import recorded
 from arriero.engine.portable import resolve
 from arriero.engine.runtime.journal import record
 from arriero.engine.runtime.ledger import effective
@@ -28,7 +30,7 @@ from arriero.engine.runtime.outputs import together
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import EVENT, Admitted, Event, Resumed, Trained
-from arriero.schemas.messages import Weights
+from arriero.schemas.messages import RolloutGroup, ScoredGroup, Weights
 from arriero.schemas.run import RunOptions
 
 _AT_ONCE = 64
@@ -131,16 +133,25 @@ def _newest(
     """The newest version that the trainer `node` can come back to; newer checkpoints are removed."""
     component: object = Graph.from_spec(spec).nodes[node].component
     assert isinstance(component, Recovers), "it is one of `trainers`"
-    newest = steps[-1].version if steps else 0
-    if not (place := component.checkpoint_place(run.path, options.run_id, node)):
-        return newest
-    store = CheckpointStore(place)
-    version = store.newest(at_most=newest) or 0
-    batches = {s.version: s.batch for s in steps}
-    while kept is not None and batches.get(version + 1) in kept.batches:
-        version += 1
-    store.forget_after(version)
+    place = component.checkpoint_place(run.path, options.run_id, node)
+    version = newest = steps[-1].version if steps else 0
+    if kept is not None:
+        grouped = any(
+            issubclass(resolve(spec.node(edge).output), RolloutGroup | ScoredGroup) for edge in recorded(spec)
+        )
+        whole = takewhile(lambda step: _on_record(kept, step.batch, grouped=grouped), steps)
+        version = max((step.version for step in whole), default=0)
+    elif place:
+        version = CheckpointStore(place).newest(at_most=newest) or 0
+    if place:
+        CheckpointStore(place).forget_after(version)
     return version
+
+
+def _on_record(kept: Lineage, batch: str, *, grouped: bool) -> bool:
+    """Whether a batch is there with all groups that it names; a broker that was lost may have had some."""
+    entry = kept.batches.get(batch)
+    return entry is not None and not (grouped and any(group not in kept.groups for group in entry.groups))
 
 
 def _ledger(path: Path) -> list[Event]:

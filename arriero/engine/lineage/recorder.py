@@ -120,7 +120,7 @@ class Recorder:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._storing is not None:
-                await asyncio.wait({self._storing})
+                await asyncio.gather(self._storing, return_exceptions=True)
 
     async def drain(self, broker: Broker, *, bound_s: float) -> bool:
         """When nobody sends any more: until all of it is stored, for at most `bound_s`; whether it is."""

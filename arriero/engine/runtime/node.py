@@ -252,6 +252,8 @@ class NodeRunner:
         name, parents = self._id_of(output.version)
         step = self._steps.get(output.version)
         self._version = output.version
+        if step is not None:  # what was said of it stands
+            output = output.model_copy(update={"metrics": step.metrics})
         again = output.stamped(id=name + self._life, parents=parents, origins=step.origins if step else ())
         await self.outbox.put(again, ())
 
