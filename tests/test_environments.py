@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -36,7 +37,7 @@ from arriero.components.losses import CrossEntropy
 from arriero.components.optimizer import AdamW
 from arriero.components.policy import load_policy
 from arriero.components.prompts import PromptSource
-from arriero.components.rewards import Function, ReasoningGym
+from arriero.components.rewards import Function, Known, Limits, ReasoningGym
 from arriero.components.sampling import Sampling
 from arriero.components.training import TrainState
 from arriero.components.verifiers.program import sandbox_problem
@@ -281,12 +282,37 @@ def is_five(prompt: Prompt, rollout: Rollout) -> bool:
 
 def test_a_wrong_answer_is_followed_by_feedback_until_attempts_are_used_up() -> None:
     task = Question(reward=Function(function=is_five, isolate=False), attempts=3, discount=0.5)
-    episode = task.reset(Prompt(text="2+3="), seed=0)
-    assert episode.opening == "2+3="
-    assert episode.step("6") == Turn(text="That is not right. Try again.", reward=0.0, right=False)
-    assert episode.step("5") == Turn(reward=0.5, done=True, right=True)
-    again = task.reset(Prompt(text="2+3="), seed=0)
-    assert [again.step(t).done for t in ("1", "2", "3")] == [False, False, True]
+    with task.opened() as open_task:
+        episode = open_task.reset(Prompt(text="2+3="), seed=0)
+        assert episode.opening == "2+3="
+        assert episode.step("6") == Turn(text="That is not right. Try again.", reward=0.0, right=False)
+        assert episode.step("5") == Turn(reward=0.5, done=True, right=True)
+        again = open_task.reset(Prompt(text="2+3="), seed=0)
+        assert [again.step(t).done for t in ("1", "2", "3")] == [False, False, True]
+
+
+def judged_for_ever(prompt: Prompt, rollout: Rollout) -> bool:
+    while rollout.text == "7":
+        pass
+    return rollout.text == "5"
+
+
+def test_a_verifier_that_hangs_is_killed_and_the_others_go_on() -> None:
+    """In a thread it would hold the interpreter's lock of the generator for good."""
+    others = psutil.Process().children()
+    reward = Function(function=judged_for_ever, limits=Limits(time_s=1.0))
+    with Question(reward=reward).opened() as task:
+        with pytest.raises(RuntimeError, match="no verdict: timeout over 1 s"):
+            task.reset(Prompt(text="?"), seed=0).step("7")
+        assert task.reset(Prompt(text="?"), seed=0).step("5").right
+        assert [p for p in psutil.Process().children() if p not in others]
+    assert not [p for p in psutil.Process().children() if p not in others and p.status() != "zombie"]
+
+
+def test_a_judge_that_cannot_tell_right_from_wrong_ends_the_run() -> None:
+    reward = Function(function=is_five, isolate=False, known=(Known(right="6"),))
+    with pytest.raises(UserError, match="can't be trusted"), Question(reward=reward).opened():
+        pass
 
 
 async def test_a_prompt_that_cannot_be_judged_is_quarantined_and_not_an_error_of_its_episodes(
@@ -307,10 +333,10 @@ async def test_reasoning_gym_is_played_in_several_turns() -> None:
     source = PromptSource(path="reasoning_gym:basic_arithmetic", size=3, epochs=1)
     (first, *_) = kept(await outputs(source.run()))
     task = Question(reward=ReasoningGym(), attempts=2)
-    await asyncio.to_thread(task.prepare)
-    episode = task.reset(first, seed=0)
-    assert episode.step("no idea").text == "That is not right. Try again."
-    assert episode.step(first.answer) == Turn(reward=1.0, done=True, right=True)
+    with task.opened() as open_task:
+        episode = open_task.reset(first, seed=0)
+        assert episode.step("no idea").text == "That is not right. Try again."
+        assert episode.step(first.answer) == Turn(reward=1.0, done=True, right=True)
 
 
 def test_what_cant_work_is_said_before_anything_starts(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import field
 from typing import Annotated, Literal, TypeAlias, cast
 
@@ -57,8 +58,8 @@ class UserEnvironment(Environment):
     def screens(self) -> Sequence[RolloutReward]:
         return self.made().screens()
 
-    def prepare(self) -> None:
-        self.made().prepare()
+    def opened(self) -> AbstractContextManager[Environment]:
+        return self.made().opened()
 
     def problems(self) -> Sequence[str]:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -84,6 +85,13 @@ class Environment(ABC):
     def screens(self) -> Sequence[RolloutReward]:
         """The rewards that can tell rows of no use apart, before anything is sampled."""
         return ()
+
+    def opened(self) -> AbstractContextManager[Environment]:
+        """What begins the episodes of a run, ready for work inside the context. Raises UserError where the
+        environment can't work.
+        """
+        self.prepare()
+        return nullcontext(self)
 
     def prepare(self) -> None:  # noqa: B027  # most environments need nothing
         """Called once, before the first episode. Raises UserError where the environment can't work."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,9 @@ class EpisodeDecoding:
         self._chat = Chat(self.tokenizer, generator.chat, model=generator.model)
         if generator.chat.template:
             self._chat.check_turns(roles=("user", "tool") if self._toolbox.tools else ("user",))
-        config.environment.prepare()
+        self._stack = ExitStack()
+        with entered(context):
+            self._environment = self._stack.enter_context(config.environment.opened())
         self._reward_version = reward_version(config.environment)
         self._engine = open_engine(generator, context, self.tokenizer)
         self._limit = min(config.tokens or self._engine.max_length, self._engine.max_length)
@@ -235,7 +238,7 @@ class EpisodeDecoding:
         self._calls.submit(one.key, partial(self._answered, one.episode, text))
 
     def _begun(self, prompt: Prompt, seed: int) -> _Heard:
-        return _Heard(episode=self._config.environment.reset(prompt, seed=seed))
+        return _Heard(episode=self._environment.reset(prompt, seed=seed))
 
     def _answered(self, episode: Episode, text: str) -> _Heard:
         if calls := self._toolbox.calls(text):
@@ -324,6 +327,7 @@ class EpisodeDecoding:
             self._calls.forget(one.key)
             self._engine.cancel(one.key)
         self._engine.close()
+        self._stack.close()
 
 
 def _closed(episode: Episode) -> _Heard:

@@ -5,8 +5,8 @@ With `reasoning_gym:NAME` as data and `ReasoningGym` as reward it is the adapter
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from typing import Annotated, Literal, TypeAlias
 
@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.environments.environment import Environment, Episode, Tool, Turn, Unscorable
+from arriero.components.environments.judging import Judge, judging
 from arriero.components.environments.tools import AnyTool, Python
 from arriero.components.rewards import (
     Code,
@@ -23,20 +24,22 @@ from arriero.components.rewards import (
     Function,
     Gsm8k,
     JsonSchema,
+    LlmJudge,
     Math,
     MultipleChoice,
     ReasoningGym,
     Regex,
+    RewardModel,
 )  # fmt: skip
-from arriero.components.verifiers.canaries import refuse_blind, response
+from arriero.components.verifiers.canaries import response
 from arriero.components.verifiers.program import sandbox_problem
-from arriero.components.verifiers.reward import InProcess, Isolated, RolloutReward
+from arriero.components.verifiers.reward import RolloutReward
 from arriero.engine.errors import UserError
-from arriero.schemas.messages import Outcome, Prompt, Score
+from arriero.schemas.messages import Outcome, Prompt
 
-Judge: TypeAlias = Annotated[
+AnyJudge: TypeAlias = Annotated[
     ExactMatch | Contains | MultipleChoice | Gsm8k | Math | Regex | JsonSchema | Constraints | ReasoningGym
-    | Code | Function,
+    | Code | Function | LlmJudge | RewardModel,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -45,22 +48,20 @@ Judge: TypeAlias = Annotated[
 class Question(Environment):
     """The policy answers the prompt; a wrong answer is followed by `feedback`, until `attempts` are used up.
 
-    `reward` judges the text of a turn, in a thread of the component: the episode's limit of time is its own,
-    but nothing kills it. A right answer at attempt k is worth its reward times `discount` to the power k - 1.
+    `reward` judges the text of a turn, in workers of its own if it has some (`workers` and `limits` are its
+    own fields). A right answer at attempt k is worth its reward times `discount` to the power k - 1.
     A turn that calls a tool is answered by the tool and is no attempt.
     """
 
     kind: Literal["question"] = "question"
-    reward: Judge = field(default_factory=ExactMatch)
+    reward: AnyJudge = field(default_factory=ExactMatch)
     attempts: PositiveInt = 1
     feedback: str = "That is not right. Try again."
     discount: NonNegativeFloat = 1.0
     use: tuple[AnyTool, ...] = ()
 
     def reset(self, prompt: Prompt, *, seed: int) -> Episode:
-        if why := self.reward.unscorable(prompt):
-            raise Unscorable(why)
-        return _Asked(self, prompt)
+        raise NotImplementedError("`opened` gives what begins episodes")
 
     def tools(self) -> Sequence[Tool]:
         return self.use
@@ -68,13 +69,13 @@ class Question(Environment):
     def screens(self) -> Sequence[RolloutReward]:
         return self.reward.screens()
 
-    def prepare(self) -> None:
-        if isinstance(self.reward, Isolated):
-            self.reward.prepare()
-        asyncio.run(refuse_blind(self.reward, InProcess(self.reward)))
+    @contextmanager
+    def opened(self) -> Generator[Environment, None, None]:
         for tool in self.use:
             if isinstance(tool, Python) and (why := sandbox_problem(tool.limits)):
                 raise UserError(f"tool {tool.name}: {why}")
+        with judging(self.reward) as judge:
+            yield _Asking(self, judge)
 
     def problems(self) -> Iterable[str]:
         if self.attempts == 1 and (self.discount != 1.0 or self.feedback != Question.feedback):
@@ -84,13 +85,25 @@ class Question(Environment):
             yield f"two tools have one name: {', '.join(names)}; give each its own"
 
 
+class _Asking(Environment):
+    """A `Question` with its judge at work."""
+
+    def __init__(self, task: Question, judge: Judge) -> None:
+        self._task, self._judge = task, judge
+
+    def reset(self, prompt: Prompt, *, seed: int) -> Episode:
+        if why := self._judge.unscorable(prompt):
+            raise Unscorable(why)
+        return _Asked(self._task, self._judge, prompt)
+
+
 class _Asked(Episode):
-    def __init__(self, task: Question, prompt: Prompt) -> None:
+    def __init__(self, task: Question, judge: Judge, prompt: Prompt) -> None:
         self.opening, self.messages = prompt.text, prompt.messages
-        self._task, self._prompt, self._used = task, prompt, 0
+        self._task, self._judge, self._prompt, self._used = task, judge, prompt, 0
 
     def step(self, text: str) -> Turn:
-        score = self._judged(text)
+        score = self._judge.score(self._prompt, response(text))
         if score.outcome not in (Outcome.OK, Outcome.WRONG):
             raise RuntimeError(f"no verdict: {score.outcome.value} {score.detail}")
         right = score.outcome is Outcome.OK
@@ -98,11 +111,3 @@ class _Asked(Episode):
         self._used += 1
         done = right or self._used == self._task.attempts
         return Turn(text="" if done else self._task.feedback, reward=reward, done=done, right=right)
-
-    def _judged(self, text: str) -> Score:
-        found = self._task.reward.score(self._prompt, response(text))
-        return asyncio.run(_awaited(found)) if isinstance(found, Awaitable) else found
-
-
-async def _awaited(found: Awaitable[Score]) -> Score:
-    return await found
