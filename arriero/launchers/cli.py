@@ -40,7 +40,7 @@ usage: arriero COMMAND ...
   status|logs|cancel RUN                                 a run anywhere: its state, what it prints; stop it
   runs [DIR|RUN RUN] [--where key=value]                 list runs; what differs between two
   lineage RUN --step N|--rollout ID|--prompt ID|...      what trained these weights; what became of a prompt
-  trace RUN [--out FILE]                                 a run as a trace for ui.perfetto.dev
+  report|trace RUN [--out FILE]                          a run as one HTML page; as a trace for Perfetto
   doctor [RUN]                                           why a run doesn't get on; what isn't installed here
   audit RUN [--head HASH] [--json]                       check a run from its record alone
   replay RUN --step K [--until-divergence]               take a recorded step again, and compare
@@ -61,6 +61,7 @@ _ABOUT_RUNS = {
     "replay": "replaying:replay",
     "fork": "replaying:fork",
     "doctor": "doctor:doctor",
+    "report": "report:report",
     "trace": "trace:trace",
     "status": "job_commands:status",
     "logs": "job_commands:logs",
