@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from arriero.engine.errors import UserError
 from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Questions
 from arriero.engine.lineage.reader import Lineage
+from arriero.engine.lineage.spaces import Spaces
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir
@@ -68,12 +70,32 @@ def test_what_learns_from_a_run_names_the_rollouts_it_was_made_from(
             )
             assert entry.scores is not None
             assert row.reward == entry.scores.values[int(number)]
-    assert audited(str(tmp_path / "new")).findings == []
+    report = audited(str(tmp_path / "new"))
+    assert report.findings == []
+    assert "groups of other runs" in report.done["inherited"]
     capsys.readouterr()
     assert main(["lineage", str(tmp_path / "new")]) == 0
     assert f"made from record of {then.opened.run_id} in {source.path} (data.path)" in capsys.readouterr().out
     (ancestor,) = [a for a in RunDir(tmp_path / "new").read_manifest().ancestors if a.took == "record"]
     assert ancestor.sha256 == then.anchor.head
+
+
+def test_a_group_that_is_not_the_one_it_is_said_to_be_is_found(source: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(source.path, old := tmp_path / "old")
+    words = ["offline", "--model", str(source.path.parent / "tiny"), "--data", str(old)]
+    assert started(*words, "--groups-per-step", "4", "--steps", "1", "--run-dir", str(tmp_path / "new")) == 0
+    record = Lineage(str(old))
+    for entry in record.groups.values():
+        tokens = record.arrays(entry)["tokens"].copy()
+        tokens[-1] += 1
+        Spaces(record.url).overwrite("rollouts", entry.arrays, {"tokens": tokens})
+    report = audited(str(tmp_path / "new"))
+    assert {f.check for f in report.findings} == {"inherited"}
+    assert "has other tokens or log-probs than" in report.findings[0].what
+    shutil.rmtree(old)
+    report = audited(str(tmp_path / "new"))
+    assert report.findings == []
+    assert report.left[0].startswith("groups of")
 
 
 def whole(record: Lineage, group: str) -> ScoredGroup:

@@ -16,6 +16,7 @@ from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.engine.lineage.audit import Finding, checks
 from arriero.engine.lineage.reader import Lineage
+from arriero.launchers.inheritance import inherited
 from arriero.launchers.lineage import opened
 from arriero.launchers.recomputing import recomputed
 from arriero.launchers.rundir import RunDir
@@ -82,6 +83,12 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
         return report
     report.findings += _files(record, run)
     report.done["files"] = "graph, manifest, options, ledger, summary, model"
+    if run.manifest.exists():
+        count, wrong, unseen = inherited(record, run.read_manifest().ancestors)
+        report.findings += wrong
+        report.left += unseen
+        if count:
+            report.done["inherited"] = f"{count} groups of other runs"
     for name, told, findings, left in asyncio.run(recomputed(record, spec, graph, rescore=rescore)):
         report.findings += findings
         if name.startswith("rewards of"):

@@ -47,7 +47,10 @@ class Retaken:
     weights: str
 
     def differences(self, tolerance: float) -> dict[str, tuple[float | str, float | str]]:
-        """Measures that differ by more than `tolerance`, relatively; with 0 by any bit, and weights too."""
+        """Measures that differ by more than `tolerance`, relatively, and a thousandth of it absolutely.
+
+        With 0: by any bit, and weights too.
+        """
         found: dict[str, tuple[float | str, float | str]] = {}
         for name in self.recorded.keys() & self.now.keys():
             then, now = self.recorded[name], self.now[name]
