@@ -76,7 +76,7 @@ def test_the_page_of_a_run_has_all_sections_and_no_address(reported: tuple[Path,
     path, text = reported
     tags = Tags(text)
     assert_harmless(tags)
-    policy = [a["content"] for tag, a in tags.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    policy = [a["content"] for _, a in tags.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"]
     assert "@import" not in text
     assert "url(" not in text.replace("url(#tip)", "").replace("url(#looptip)", "")
