@@ -76,6 +76,21 @@ def test_a_shared_prefix_by_hand() -> None:
     assert micro.rows.collect(micro.rows.spread(x_ND)).tolist() == x_ND.tolist()
 
 
+def test_packed_sequences_of_few_lengths_attend_where_they_lie() -> None:
+    samples = [random_sample(n, seed=i) for i, n in enumerate([40, 90, 40, 90, 90])]
+    micro = pack(samples, range(5), np.ones(5), layout="packed")
+    assert micro.rows is not None
+    assert micro.rows.moves is None
+    assert micro.rows.shapes == ((3, 89), (2, 39))  # the last token isn't read
+    assert micro.position_ids_BL is not None
+    assert micro.position_ids_BL.tolist() == [[*range(89)] * 3 + [*range(39)] * 2]
+    many = [random_sample(n, seed=n) for n in range(2, 60)]
+    scattered = pack(many, range(len(many)), np.ones(len(many)), layout="packed").rows
+    assert scattered is not None
+    assert scattered.moves is not None
+    assert len(scattered.shapes) < 12
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 def test_a_dummy_has_a_token_to_read_and_none_to_train_on(layout: Layout) -> None:
     micro = pack(by_hand(), (), np.array([0.25, 0.5]), layout=layout)

@@ -7,8 +7,8 @@ Shape suffixes: B = rows, L = positions, T = trained tokens of a micro-batch.
 Only trained tokens reach the loss, as flat tensors [T]: there is no mask to forget, and padding has no loss.
 Three layouts give the same tensors [T]. `padded`: one sequence per row, padded on the right, rows of similar
 length together; causal attention never looks to the right, so padding needs no mask. `packed`: all sequences
-in one row, without padding; only attention sees them apart (`row_attention`). `shared_prefix`: the same, and
-what several sequences begin with is forwarded once, as the prompt of a group.
+in one row, without padding, the longest first; only attention sees them apart (`row_attention`).
+`shared_prefix`: the same, and what several sequences begin with is forwarded once, as the prompt of a group.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from arriero.components.planning import Layout, Tokens, cut_into_runs, in_prefix_order, plan
+from arriero.components.planning import MOVED, RUN_COST, Layout, Tokens, cut_into_runs, in_prefix_order, plan
 from arriero.components.row_attention import Rows, rows_of
 from arriero.engine.errors import UserError
 
@@ -121,9 +122,7 @@ def pack(
         for row, path in zip(inputs, paths, strict=True):
             input_ids[0, path], position_ids[0, path] = row, np.arange(len(path))
         index = np.concatenate([path[p] for path, p in zip(paths, positions, strict=True)])
-        by_length = sorted(range(len(paths)), key=lambda i: -len(paths[i]))
-        runs = cut_into_runs([len(paths[i]) for i in by_length], len(paths) * len(paths[by_length[0]]))
-        rows = rows_of(paths, [tuple(by_length[begin:end]) for begin, end in runs], device)
+        rows = rows_of(paths, _blocks(paths, share=layout == "shared_prefix"), device)
 
     def on_device(array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -140,7 +139,7 @@ def pack(
 def _paths(inputs: Sequence[Tokens], *, share: bool) -> list[_Ids]:
     """For each sequence the places of its tokens; with `share`, equal beginnings have the same places."""
     every = range(len(inputs))
-    order, shared = in_prefix_order(inputs, every) if share else ([*every], [0] * len(inputs))
+    order, shared = in_prefix_order(inputs, every) if share else (_longest_first(inputs), [0] * len(inputs))
     paths: list[_Ids] = [np.zeros(0, np.int64)] * len(inputs)
     used = 0
     for k, i in enumerate(order):
@@ -149,6 +148,26 @@ def _paths(inputs: Sequence[Tokens], *, share: bool) -> list[_Ids]:
         paths[i] = np.concatenate([before, np.arange(used, used + own)])
         used += own
     return paths
+
+
+def _blocks(paths: Sequence[_Ids], *, share: bool) -> list[tuple[int, ...]]:
+    """Sequences that attend as rows of one shape.
+
+    Runs of similar length; but without `share` those of one length each, which lie in memory as they are
+    needed, if there are so few lengths that this costs less than padding and moving does.
+    """
+    order = _longest_first(paths)
+    lengths = [len(paths[i]) for i in order]
+    runs = cut_into_runs(lengths, len(paths) * lengths[0])
+    padding = sum((end - begin) * lengths[begin] for begin, end in runs) - sum(lengths)
+    alike = [tuple(same) for _, same in groupby(order, key=lambda i: len(paths[i]))]
+    if not share and (len(alike) - len(runs)) * RUN_COST <= padding + sum(lengths) // MOVED:
+        return alike
+    return [tuple(order[begin:end]) for begin, end in runs]
+
+
+def _longest_first(sequences: Sequence[npt.NDArray[np.generic]]) -> list[int]:
+    return sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
 
 
 def check_samples(samples: Sequence[Sample], *, context: int | None, vocabulary: int | None = None) -> None:

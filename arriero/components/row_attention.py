@@ -4,10 +4,11 @@
       q, k, v of N tokens -> rows of whole sequences, blocks of similar length -> causal attention -> N tokens
 
 A sequence attends to its own row and to nothing else, so the fast causal kernel is used, without a mask.
-Moving to rows and back is a sum over bags of rows, forward and backward: a fixed order, without atomics.
+Where the packed tokens are the rows already, one after the other, nothing is moved. Otherwise moving to rows
+and back is a sum over bags of rows, forward and backward: a fixed order, without atomics.
 
 Shape suffixes: N = packed tokens, M = places in all rows, B and L = rows and places per row of a block,
-A = attention heads, D = size of a head.
+A = attention heads, D = size of a head, X = anything.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -46,25 +47,33 @@ class Bags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Where packed tokens stand in rows. `shapes` are (B, L) of each block; places count through all.
+class Moves:
+    """From tokens to places and back, and the transposed of both."""
 
-    A token of several sequences stands in a row of each and is read back from the first. Padding is zero.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
     to_places: Bags
     from_places: Bags
     to_tokens: Bags
     from_tokens: Bags
 
-    def spread(self, x_ND: Tensor) -> Tensor:
-        """[M, D]: each place holds its token."""
-        return _moved(x_ND, self.to_places, self.from_places)
 
-    def collect(self, x_MD: Tensor) -> Tensor:
-        """[N, D]: each token as it stands in its first place."""
-        return _moved(x_MD, self.to_tokens, self.from_tokens)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Where packed tokens stand in rows. `shapes` are (B, L) of each block; places count through all.
+
+    A token of several sequences stands in a row of each and is read back from the first. Padding is zero.
+    `moves` None: place i holds token i.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    moves: Moves | None
+
+    def spread(self, x_NX: Tensor) -> Tensor:
+        """[M, X]: each place holds its token."""
+        return x_NX if self.moves is None else _moved(x_NX, self.moves.to_places, self.moves.from_places)
+
+    def collect(self, x_MX: Tensor) -> Tensor:
+        """[N, X]: each token as it stands in its first place."""
+        return x_MX if self.moves is None else _moved(x_MX, self.moves.to_tokens, self.moves.from_tokens)
 
 
 def rows_of(paths: list[Ids], blocks: list[tuple[int, ...]], device: torch.device | str) -> Rows:
@@ -79,6 +88,8 @@ def rows_of(paths: list[Ids], blocks: list[tuple[int, ...]], device: torch.devic
         shapes.append(place_BL.shape)
         tokens.append(place_BL.ravel())
     token_M = np.concatenate(tokens)
+    if np.array_equal(token_M, np.arange(len(token_M))):
+        return Rows(shapes=tuple(shapes), moves=None)
     places = np.flatnonzero(token_M >= 0)
     by_token = places[np.argsort(token_M[places], kind="stable")]
     held, first = np.unique(token_M[by_token], return_index=True)
@@ -90,13 +101,13 @@ def rows_of(paths: list[Ids], blocks: list[tuple[int, ...]], device: torch.devic
         offsets = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
         return Bags(index=torch.from_numpy(index).to(device), offsets=torch.from_numpy(offsets).to(device))
 
-    return Rows(
-        shapes=tuple(shapes),
+    moves = Moves(
         to_places=bags(token_M[places], token_M >= 0),
         from_places=bags(by_token, np.diff([*first, len(by_token)])),
         to_tokens=bags(first_N, np.ones(len(held))),
         from_tokens=bags(token_M[is_first_M], is_first_M),
     )
+    return Rows(shapes=tuple(shapes), moves=moves)
 
 
 def register() -> str:
@@ -128,18 +139,17 @@ def attend(
     if rows is None:
         return kernel(module, query, key, value, attention_mask, **options)
     window: int | None = options.get("sliding_window")
-    spread = [(x.shape[1], rows.spread(x[0].transpose(0, 1).flatten(1))) for x in (query, key, value)]
+    spread = [rows.spread(x[0].transpose(0, 1)) for x in (query, key, value)]
     blocks: list[Tensor] = []
     begin = 0
     for B, L in rows.shapes:
         end = begin + B * L
-        heads = [x_MD[begin:end].view(B, L, count, -1).transpose(1, 2) for count, x_MD in spread]
+        heads = [x_MAD[begin:end].view(B, L, *x_MAD.shape[1:]).transpose(1, 2) for x_MAD in spread]
         mask = None if window is None or window >= L else _band(L, window, query.device)
         attended_BLAD, _ = kernel(module, *heads, mask, **options)
-        blocks.append(attended_BLAD.reshape(B * L, -1))
+        blocks.append(attended_BLAD.flatten(0, 1))
         begin = end
-    packed_ND = rows.collect(torch.cat(blocks) if len(blocks) > 1 else blocks[0])
-    return packed_ND.view(1, len(packed_ND), query.shape[1], -1), None
+    return rows.collect(torch.cat(blocks) if len(blocks) > 1 else blocks[0])[None], None
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
@@ -149,10 +159,10 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return ((behind_LL >= 0) & (behind_LL < window))[None, None]
 
 
-def _moved(x: Tensor, forward: Bags, backward: Bags) -> Tensor:
+def _moved(x_NX: Tensor, forward: Bags, backward: Bags) -> Tensor:
     untyped: Any = _BagSum  # `apply` of a Function isn't typed
-    moved: Tensor = untyped.apply(x, forward, backward)
-    return moved
+    moved: Tensor = untyped.apply(x_NX.flatten(1), forward, backward)
+    return moved.view(len(moved), *x_NX.shape[1:])
 
 
 class _BagSum(torch.autograd.Function):
