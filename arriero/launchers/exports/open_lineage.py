@@ -16,7 +16,7 @@ import arriero
 from arriero.launchers.exports.subject import Subject
 
 _NAMESPACE = "arriero"
-_PRODUCER = f"https://pypi.org/project/arriero/{arriero.__version__}"
+_PRODUCER = f"urn:arriero:{arriero.__version__}"
 _ENDS = {"finished": "COMPLETE", "failed": "FAIL", "stopped": "ABORT"}
 
 
