@@ -17,6 +17,8 @@ from arriero.launchers.profile import SlurmNeeds
 JOB_LOG = "job.log"
 _LEAVE_S = 20  # for agents that have been told to leave
 
+# Not by srun's --output, in which 24.11 doesn't know the number of a task.
+_TASK = """task='exec "$@" >> "$0$SLURM_PROCID.log" 2>&1'"""
 _END = """\
 # The hub decides; the others leave when it says so. TERM is for the tasks, which get it from Slurm.
 trap : TERM
@@ -49,7 +51,7 @@ def script(plan: Plan) -> str:
     start = shlex.join(start_words(plan))
     common = [f"export {key}={shlex.quote(value)}" for key, value in _common(plan).items()]
     lines += ["", f'export {ATTEMPT}="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"', *common]
-    lines += [f"logs={shlex.quote(str(Path(plan.run_dir) / 'logs'))}", f"start=({start})", ""]
+    lines += [_TASK, f"logs={shlex.quote(str(Path(plan.run_dir) / 'logs'))}", f"start=({start})", ""]
     for index, places in enumerate(components):
         where = ["--exact"] * (index == 0) + [f"--het-group={index}"] * (len(components) > 1)
         # Steps that share an allocation share its memory.
@@ -135,9 +137,10 @@ def _step(plan: Plan, place: Place, where: list[str]) -> str:
     """One srun for all tasks of a role, in the background."""
     common = _common(plan)
     own = [f"{key}={value}" for key, value in place.env.items() if key not in common]
-    log = f"{place.role}-0.%t.log" if place.hosts > 1 else f"{place.role}-%t.log"
+    log = f"{place.role}-0." if place.hosts > 1 else f"{place.role}-"
     srun = ["srun", *where, f"--job-name={place.name}", "--kill-on-bad-exit=0"]
-    srun += ["--open-mode=append", f'--output="$logs"/{log}', *(["env", shlex.join(own)] if own else [])]
+    srun += ["env", shlex.join(own)] if own else []
+    srun += ['bash -c "$task"', f'"$logs"/{log}']
     words = shlex.join(command(plan, place, "SLURM_PROCID"))
     text = f'{" ".join(srun)} \\\n    "${{start[@]}}" {words} &'
     return text + "\nhub=$!" if place is plan.places[0] else text
