@@ -38,6 +38,7 @@ ROLES = ("prompts", "generator", "reward", "collect", "trainer", "hub", "broker"
 _ELSE = {"hub": ("arriero.launchers.hub",), "broker": ("nats-server",)}  # found by other words than a role
 GROUPS, STALENESS, LIVENESS_S = 4, 1, 3.0
 _RECOVERED_STEPS = 3  # more than what was under way when the fault came
+_END_S = 600.0  # for the steps that are left after the last fault
 _LONGEST_S = 90.0  # for a run to go on after a fault: the liveness bound, and the start of everything
 
 
@@ -102,7 +103,7 @@ class Storm:
 
     def findings(self) -> list[str]:
         """What is wrong when the run has ended; empty if nothing is."""
-        code = self.run.wait(_LONGEST_S)
+        code = self.run.wait(_END_S)
         found = [] if code == 0 else [f"exit code {code}: {self.run.errors[-2000:]}"]
         found += [f"{f.check}: {f.where}: {f.what}" for f in audited(str(self.run.path)).findings]
         found += list(_account(self.run.path / "ledger.jsonl", self._steps))
@@ -168,7 +169,7 @@ def main() -> int:
     while len(faults) < args.faults:
         number += 1
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            storm = Storm(Path(folder), random.Random(f"{args.seed}/{number}"), steps=60 * args.per_run)
+            storm = Storm(Path(folder), random.Random(f"{args.seed}/{number}"), steps=30 * args.per_run)
             storm.strike(min(args.per_run, args.faults - len(faults)))
             found = storm.findings()
         faults += storm.faults

@@ -37,7 +37,7 @@ def test_a_hundred_random_faults(tmp_path: Path) -> None:
     while done < 100:
         folder = tmp_path / str(number)
         folder.mkdir()
-        storm = Storm(folder, random.Random(number), steps=700)
+        storm = Storm(folder, random.Random(number), steps=360)
         storm.strike(12)
         assert storm.findings() == []
         number, done = number + 1, done + len(storm.faults)
