@@ -105,6 +105,11 @@ class DecodeEngine:
         rows = [row for row, request in enumerate(self._running) if request.key == key]
         self._remove(np.array(rows, np.int64))
 
+    def forget_cache(self) -> None:
+        """Give back the memory of the KV cache; only while idle."""
+        assert self.idle, "rows in use need their keys and values"
+        self._cache = SlotCache(slots=self._slots, max_length=self.max_length)
+
     def set_version(self, version: int) -> None:
         """Mark the tokens from now on as sampled by weights `version`."""
         self.version = version

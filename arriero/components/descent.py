@@ -10,7 +10,7 @@ that this rank holds, whose gradient has been summed over ranks already.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,8 +60,17 @@ class Descent:
 
     def clear(self) -> None:
         """Forget the gradients."""
-        for p in self._parameters.values():
+        for p in (*self._parameters.values(), *self._held.values()):
             p.grad = None
+
+    def before_optimizer(self, call: Callable[[], None]) -> None:
+        """Have `call` called before each step of the optimizer."""
+
+        def first(optimizer: object, args: object, kwargs: object) -> None:
+            call()
+
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(first)
 
     def update(self, loss: float, *, version: int) -> dict[str, float]:
         """One step along the gradients, at the learning rate of step `version`: gradient norm and rate.

@@ -8,6 +8,7 @@ with exactly the version the group was admitted for, so that nothing depends on 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from contextlib import closing
 from dataclasses import field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from arriero.components.chat import MODEL, ChatFormat
 from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory, context_length
+from arriero.components.placement import Devices, Placement
 from arriero.components.prompt_queue import PromptQueue
 from arriero.components.prompts import PromptSource
 from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCache
@@ -64,6 +66,7 @@ class Generator:
     standby: bool = False
     greedy_baseline: bool = False
     stragglers: Stragglers = field(default_factory=Stragglers)
+    placement: Placement = field(default_factory=Placement)
     computes: ClassVar[bool] = True
 
     @property
@@ -81,6 +84,7 @@ class Generator:
         return self.stragglers.backlog(self.want())
 
     def problems(self, view: GraphView) -> Iterable[str]:
+        yield from self.placement.problems(staleness=view.staleness, standby=self.standby)
         yield from self.stragglers.problems(
             replicas=view.replicas, max_new_tokens=self.sampling.max_new_tokens
         )
@@ -122,8 +126,13 @@ class Generator:
         queue = PromptQueue(self, prompts, backlog, in_tail=in_tail)
         if in_tail:
             await backlog.refuse_prompts()
-        with ComputeThread("generator") as compute:
+        with (
+            ComputeThread("generator") as thread,
+            closing(Devices(thread, self.placement, context, alone=False)) as compute,
+        ):
             work = await compute(self._load, context)
+            compute.asleep = work.sleep
+            await compute.rest()  # the first version has to be made
             intake = WeightIntake(weights, work, compute, standby=self.standby)
             try:
                 await intake.reach(0)
@@ -135,7 +144,7 @@ class Generator:
                         yield refused
             finally:
                 await intake.close()
-                await compute(work.close)
+                await compute.aside(work.close)
 
     def _load(self, context: Context) -> GroupDecoding:
         # In the thread too: importing torch takes seconds in which the event loop couldn't answer anybody.
@@ -149,7 +158,7 @@ class Generator:
         intake: WeightIntake,
         backlog: Backlog,
         work: GroupDecoding,
-        compute: ComputeThread,
+        compute: Devices,
     ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
         while True:
             await intake.follow()
@@ -160,6 +169,7 @@ class Generator:
                 if (refused := work.add(record)) is not None:
                     yield refused
             if work.idle:
+                await compute.rest()
                 if not await queue.wait():
                     return
                 continue
@@ -172,7 +182,7 @@ class Generator:
         intake: WeightIntake,
         backlog: Backlog,
         work: GroupDecoding,
-        compute: ComputeThread,
+        compute: Devices,
     ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
         while await queue.wait():
             while (record := queue.next(work.room)) is not None:
@@ -182,3 +192,4 @@ class Generator:
                 while not work.idle:
                     for out in await compute(work.step):
                         yield out
+            await compute.rest()

@@ -113,6 +113,10 @@ class GroupDecoding:
         if weights.version != self.version:
             self._engine.take(published(weights))
 
+    def sleep(self) -> None:
+        """Give the device's memory to somebody else, with nothing under way; the next call takes it again."""
+        self._engine.sleep(self._config.placement.sleep_level)
+
     def add(self, record: Prompt | Continuation) -> Dropped | None:
         """Start the rollouts of a prompt or go on with them, or say why not.
 

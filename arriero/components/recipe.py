@@ -14,6 +14,7 @@ from arriero.components.health import HealthGates
 from arriero.components.losses import Aggregation, Loss
 from arriero.components.mismatch import MismatchGate
 from arriero.components.optimizer import AdamW, Optimizer
+from arriero.components.placement import Placement
 from arriero.components.prompts import PromptSource
 from arriero.components.publisher import WeightPlane
 from arriero.components.rewards import ExactMatch, Reward
@@ -57,13 +58,14 @@ class SampledConfig:
     mismatch: MismatchGate = field(default_factory=MismatchGate)
     health: HealthGates = field(default_factory=HealthGates)
     weights: WeightPlane = field(default_factory=WeightPlane)
+    placement: Placement = field(default_factory=Placement)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     def generator(self) -> Generator:
         return Generator(
             model=self.model, samples=self.samples, sampling=self.sampling, chat=self.chat, slots=self.slots,
             engine=self.engine, vllm=self.vllm, kv_cache=self.kv_cache, precision=self.generator_precision,
-            standby=self.standby, stragglers=self.stragglers,
+            standby=self.standby, stragglers=self.stragglers, placement=self.placement,
         )  # fmt: skip
 
     def trainer(
@@ -79,7 +81,7 @@ class SampledConfig:
             model=self.model, loss=loss, steps=self.steps, optimizer=self.optimizer, aggregation=aggregation,
             horizon=horizon, minibatches=minibatches, epochs=epochs, token_budget=self.token_budget,
             training=self.training, mismatch=self.mismatch, health=self.health,
-            weights=self.weights, checkpoints=self.checkpoints,
+            weights=self.weights, checkpoints=self.checkpoints, placement=self.placement,
         )  # fmt: skip
 
 

@@ -147,6 +147,14 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def sleep(self, level: int) -> None:
+        """Give back the device's memory while idle; the next `take` or `step` takes it again.
+
+        Level 1 keeps the weights on the host; 2 drops them, and without a newer version the last one is
+        taken once more.
+        """
+        ...
+
     def close(self) -> None:
         """Give back memory, processes and leases; what still runs is dropped."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
@@ -17,6 +18,8 @@ from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.mismatch import MismatchGate
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW, Optimizer
+from arriero.components.parking import ParkedTraining
+from arriero.components.placement import Devices, Placement
 from arriero.components.publisher import Publisher, WeightPlane
 from arriero.components.recorded import RecordedRollouts
 from arriero.components.recovery import Recovery
@@ -48,7 +51,7 @@ class Trainer:
     A step takes an update on each of `minibatches` equal parts of the batch, `epochs` times. Micro-batches
     hold up to `token_budget` tokens, padding included; they don't change the result. With several ranks each
     trains its share of every batch. `horizon` divides under `aggregation="fixed_length"`. `training` is how
-    steps are computed.
+    steps are computed; `placement` must be that of the generators.
     """
 
     model: str
@@ -65,6 +68,7 @@ class Trainer:
     health: HealthGates = field(default_factory=HealthGates)
     weights: WeightPlane = field(default_factory=WeightPlane)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    placement: Placement = field(default_factory=Placement)
     save: bool = True
     computes: ClassVar[bool] = True
 
@@ -114,8 +118,14 @@ class Trainer:
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
         context = current()
-        with ComputeThread("trainer") as compute:
+        with (
+            ComputeThread("trainer") as thread,
+            closing(Devices(thread, self.placement, context, alone=True)) as compute,
+        ):
             state = await compute(self.load, context.ranks, bool(context.loop))
+            if compute.shared:
+                parked = await compute(ParkedTraining, state)
+                compute.asleep, compute.awake = parked.park, parked.unpark
             publish = await compute(Publisher, state, self.weights, context)
             checkpoint = await compute(Checkpointer, state, self.checkpoints, context)
             past = await compute(Recovery, state, self.checkpoints, context, checkpoint.ranks)
@@ -127,7 +137,10 @@ class Trainer:
                     past.check(weights)
                     yield weights
                 lacks = await compute(past.step)
-            while state.version < self.steps and (batch := await batches.next()) is not None:
+            while state.version < self.steps:
+                await compute.rest()
+                if (batch := await batches.next()) is None:
+                    break
                 metrics = await compute(state.step, batch)
                 measured.append(metrics)
                 self._stop_if_unhealthy(measured, state.version)
@@ -137,7 +150,8 @@ class Trainer:
             await compute(checkpoint.close, last=True)
             if self.save:
                 await compute(state.save, context.run_dir / "model")
-            await compute(publish.close)
+            await compute.rest()
+            await compute.aside(publish.close)  # it may wait for a generator that waits for its turn
 
     def gates(self) -> tuple[Gate, ...]:
         return (*self.mismatch.gates(), *self.health.gates())

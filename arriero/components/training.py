@@ -14,7 +14,7 @@ An update is all or nothing: what can be wrong with a batch, a loss or a gradien
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -95,6 +95,7 @@ class TrainState:
         ranks = 1 if group is None else group.size()
         shards = split(self._forward, options, ranks=ranks) if options.shards > 1 else None
         self.weights = TrainedWeights(model, options.average)
+        self._arrive: Callable[[], None] = lambda: None
         self._descent = Descent(trained(model), optimizer, steps=steps, group=group, shards=shards)
         # A vector of one, as checkpoints hold it; the same on all ranks.
         self._multiplier = torch.tensor(
@@ -156,8 +157,18 @@ class TrainState:
         """
         return self.weights.plain("publish")
 
+    def forget_gradients(self) -> None:
+        """Give back the memory of the gradients; each update begins without any."""
+        self._descent.clear()
+
+    def before_moments(self, call: Callable[[], None]) -> None:
+        """Have `call` called before anything but the weights is used: moments, averages."""
+        self._arrive = call
+        self._descent.before_optimizer(call)
+
     def save(self, directory: Path) -> None:
         """Write safetensors, config and tokenizer as `load_policy` reads them; every rank calls it."""
+        self._arrive()
         first = self.group is None or self.group.rank() == 0
         self.weights.write(directory, first=first)
         if first:
@@ -168,6 +179,7 @@ class TrainState:
 
         Of a split policy they are DTensors, as torch.distributed.checkpoint takes them.
         """
+        self._arrive()
         return self._own() | self._descent.checkpoint() | {"version": torch.tensor(self.version)}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arriero.components.decoding import DecodeEngine
+from arriero.components.parking import Parking, own_memory
 from arriero.components.policy import load_model
 from arriero.components.quantized import QuantizedProjections
+from arriero.components.rollout_engine import Completion
 from arriero.engine.weights import Standby, WeightReceiver
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ class TransformersEngine(DecodeEngine):
             device=device,
         )
         self.vocabulary: int | None = getattr(model.config, "vocab_size", None)
+        own_memory(model.parameters())
+        module: Any = model  # transformers hides the annotations of nn.Module
+        self._memory: dict[str, torch.Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+        self._parking, self._lost = Parking(), False
+        self._taken: WeightManifest | None = None
         self._recompute = config.kv_cache == "recompute"
         self._into: dict[str, torch.Tensor] = (
             model.state_dict(keep_vars=True) if self._quantized is None else self._quantized.tensors(model)
@@ -53,11 +60,27 @@ class TransformersEngine(DecodeEngine):
         self._receiver = WeightReceiver(f"{context.node}-{context.replica}", context.secret)
         self._standby = Standby(self._receiver, self._into) if config.standby else None
 
+    def sleep(self, level: int) -> None:
+        if not self._parking.parked:
+            self.forget_cache()
+            self._lost = level == 2
+            # Buffers that the model computes for itself don't arrive with the weights.
+            self._parking.park(self._memory, lost=self._into.keys() if self._lost else ())
+
+    def step(self) -> list[Completion]:
+        if self._parking.parked:
+            self._parking.unpark()
+            if self._lost and self._taken is not None:
+                self.take(self._taken)
+        return super().step()
+
     def prepare(self, manifest: WeightManifest) -> None:
         if self._standby is not None:
             self._standby.prepare(manifest)
 
     def take(self, manifest: WeightManifest) -> None:
+        if self._parking.parked:
+            self._parking.unpark()
         if self._standby is None:
             self._receiver.receive(manifest, self._into)
         else:
@@ -66,6 +89,7 @@ class TransformersEngine(DecodeEngine):
             self._standby.switch()
         if self._quantized is not None:
             self._quantized.take()
+        self._taken = manifest
         self.set_version(manifest.version)
         if self._recompute:
             self.recompute()

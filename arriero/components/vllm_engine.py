@@ -32,7 +32,7 @@ from arriero.components.causal_lm import end_ids
 from arriero.components.model_directory import loading
 from arriero.components.rollout_engine import Completion, Request, check_requests
 from arriero.components.sampling import StopStrings
-from arriero.components.vllm_start import leave, start
+from arriero.components.vllm_start import leave, sleeps, start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +66,8 @@ class VLLMEngine:
         self._inputs: Any = import_module("vllm.inputs.engine")
         self._sampling: Any = import_module("vllm.sampling_params")
         self._open: dict[str, Request] = {}
+        self._sleeps, self._asleep = sleeps(config), 0
+        self._last: WeightManifest | None = None
 
     @property
     def idle(self) -> bool:
@@ -95,6 +97,8 @@ class VLLMEngine:
     def step(self) -> list[Completion]:
         if self.idle:
             return []
+        if self._wake() == 2 and self._last is not None:
+            self.take(self._last)
         with self._one:
             ended = [output for output in self._llm.step() if output.finished]
         done = [self._completion(output) for output in ended if output.request_id in self._open]
@@ -102,10 +106,18 @@ class VLLMEngine:
             del self._open[completion.key]
         return done
 
+    def sleep(self, level: int) -> None:
+        if self._sleeps and not self._asleep:
+            self._asleep = level
+            with self._one:
+                self._llm.sleep(level)
+
     def prepare(self, manifest: WeightManifest) -> None:
         """Nothing: vLLM's own tensors are filled between two steps, by `take`."""
 
     def take(self, manifest: WeightManifest) -> None:
+        self._wake()
+        self._last = manifest
         with self._one:
             self._llm.collective_rpc("take_weights", args=(manifest.model_dump_json(),))
         self._llm.set_weight_version(str(manifest.version))
@@ -127,6 +139,14 @@ class VLLMEngine:
             VLLMEngine._alive -= 1
             if not VLLMEngine._alive:
                 leave()
+
+    def _wake(self) -> int:
+        """At which level it slept; 0: not at all."""
+        level, self._asleep = self._asleep, 0
+        if level:
+            with self._one:
+                self._llm.wake_up()
+        return level
 
     def _begin_anew(self, seeds: Sequence[int]) -> None:
         if self._deterministic:

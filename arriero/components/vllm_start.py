@@ -60,6 +60,7 @@ def start(config: Generator, model: Any, max_length: int, context: Context) -> A
         enforce_eager=not options.compiled,
         tensor_parallel_size=options.tensor_parallel,
         gpu_memory_utilization=options.memory_share,
+        enable_sleep_mode=sleeps(config),
         kv_cache_memory_bytes=options.kv_cache_bytes or (None if gpu else cache),
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # it samples a step ahead, under weights that may be replaced in between
@@ -73,6 +74,13 @@ def start(config: Generator, model: Any, max_length: int, context: Context) -> A
     name = f"{context.node}-{context.replica}"
     llm.collective_rpc("open_intake", args=(name, context.secret, padding))
     return llm
+
+
+def sleeps(config: Generator) -> bool:
+    """Whether the engine can give its memory back between its turns: vLLM can on a GPU alone."""
+    import torch
+
+    return config.placement.devices == "turns" and torch.cuda.is_available()
 
 
 def _zero_new_cache_blocks() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
 
 from arriero.components.compute import ComputeThread
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Weights
 
 _LEAVE_S = 5.0
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class TakesWeights(Protocol):
@@ -23,6 +26,12 @@ class TakesWeights(Protocol):
     def load(self, weights: Weights) -> None: ...
 
 
+class Computes(Protocol):
+    """Runs a function off the event loop."""
+
+    async def __call__(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+
 class WeightIntake:
     """The versions of a loop on their way into an engine; used by one coroutine.
 
@@ -32,7 +41,7 @@ class WeightIntake:
     """
 
     def __init__(
-        self, weights: Stream[Weights], work: TakesWeights, compute: ComputeThread, *, standby: bool
+        self, weights: Stream[Weights], work: TakesWeights, compute: Computes, *, standby: bool
     ) -> None:
         self._weights, self._work, self._compute = weights, work, compute
         self._beside = ComputeThread("weights") if standby else None

@@ -64,21 +64,31 @@ def visible_devices(spec: GraphSpec, gpus: Sequence[str]) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES by "<role>-<replica>", on a host with these `gpus` (numbers or UUIDs).
 
     One GPU for each rank of a role that computes, in the order of the graph; when there are too few they are
-    shared round robin. Other roles see none. Without GPUs nothing is set.
+    shared round robin. Roles that take turns (`placement.devices`) begin at the same GPU. Other roles see
+    none. Without GPUs nothing is set.
     """
     devices: dict[str, str] = {}
-    taken = 0
+    taken, turns = 0, -1
     for role, nodes in shapes(spec).items() if gpus else ():
         ranks = min(nodes[0].ranks, len(gpus)) if any(computes(n) for n in nodes) else 0
+        first = taken
+        if any(_takes_turns(n) for n in nodes):
+            turns = first = turns if turns >= 0 else taken
         for replica in range(nodes[0].replicas):
-            devices[f"{role}-{replica}"] = ",".join(gpus[(taken + i) % len(gpus)] for i in range(ranks))
-            taken += ranks
+            devices[f"{role}-{replica}"] = ",".join(gpus[(first + i) % len(gpus)] for i in range(ranks))
+            first += ranks
+        taken = max(taken, first)
     return devices
 
 
 def computes(node: NodeSpec) -> bool:
     """Whether the component's class says `computes: ClassVar[bool] = True`: it keeps cores busy."""
     return bool(getattr(resolve(node.component), "computes", False))
+
+
+def _takes_turns(node: NodeSpec) -> bool:
+    placement = node.config.get("placement")
+    return isinstance(placement, dict) and placement.get("devices") == "turns"
 
 
 def _graph_role(name: str, nodes: tuple[NodeSpec, ...], place: list[str], threads: int) -> Role:

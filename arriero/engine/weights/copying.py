@@ -4,9 +4,10 @@ Host copies go in chunks that stay in the cache, so that the hash reads them for
 hashed at the receiver is what was read back from its own parameter, never what was meant to be written.
 """
 
+import ctypes
 import threading
 from collections.abc import Iterator
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -202,6 +203,13 @@ def _host_chunks(tensor: Tensor | Bytes, staging: Staging) -> Iterator[Bytes]:
 
 
 def as_bytes(tensor: Tensor) -> Bytes:
-    """The memory of a contiguous host tensor."""
-    array: Bytes = tensor.view(-1).view(torch.uint8).numpy()
+    """The memory of a contiguous host tensor.
+
+    Not by `numpy()`, after which torch never again gives the memory of that storage back.
+    """
+    if not tensor.nbytes:
+        return np.empty(0, np.uint8)
+    memory: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # lives as long as the array does
+    array: Bytes = np.frombuffer(memory, np.uint8)
     return array

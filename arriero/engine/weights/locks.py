@@ -12,15 +12,24 @@ import struct
 _FLOCK = "hhqqi0q"
 
 
-def try_lock(fd: int, byte: int) -> bool:
-    """Lock one byte of a file until `fd` is closed or its last holder is dead; False if it is taken."""
+def try_lock(fd: int, byte: int, *, shared: bool = False) -> bool:
+    """Lock one byte of a file until `fd` is closed or its last holder is dead; False if it is taken.
+
+    A `shared` lock is taken only for those who want it for themselves.
+    """
+    kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, byte, 1, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, 0, byte, 1, 0))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
         raise
     return True
+
+
+def unlock(fd: int, byte: int) -> None:
+    """Give the lock of one byte back."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, 0, byte, 1, 0))
 
 
 def is_locked(fd: int, byte: int) -> bool:
