@@ -253,3 +253,10 @@ except OSError:
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=60)
     assert done.returncode == 3
+
+
+def test_a_stopped_run_says_that_it_leaves_no_model(tmp_path: Path) -> None:
+    told = "not saved: only a run that ends by itself leaves one"
+    for state, steps, shown in (("stopped", 3, True), ("stopped", 0, False), ("finished", 3, False)):
+        summary = RunSummary.model_validate({"state": state, "steps": steps, "wall_s": 1.0})
+        assert (told in result_screen(summary, tmp_path)) is shown

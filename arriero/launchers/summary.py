@@ -196,6 +196,8 @@ def result_screen(s: RunSummary, run_dir: Path) -> str:
             _row("warned of", ", ".join(f"{k} in {_plural(n, 'step')}" for k, n in s.health.items()))
         )
     lines.append(_row("record", str(run_dir)))
+    if s.state == "stopped" and s.steps and not (run_dir / "model").is_dir():
+        lines.append(_row("model", "not saved: only a run that ends by itself leaves one in model/"))
     if s.lineage is not None:
         lines.append(_row("head", f"{s.lineage.head} ({s.lineage.entries} entries), for arriero audit"))
     return "\n".join(lines)
