@@ -21,6 +21,7 @@ from arriero.schemas.messages import (
     Prompt,
     Rollout,
     RolloutGroup,
+    Said,
     Sample,
     Score,
     ScoredGroup,
@@ -45,8 +46,10 @@ json_values: st.SearchStrategy[JsonValue] = st.recursive(
     max_leaves=6,
 )
 
+said = st.builds(Said, role=st.sampled_from(["system", "user", "assistant", "tool"]), content=names)
 prompts = st.builds(
     Prompt, **provenance, text=st.text(max_size=20), answer=names,
+    messages=st.lists(said, max_size=2).map(tuple),
     metadata=st.dictionaries(names, json_values, max_size=3), split=st.sampled_from(["train", "eval"]),
     epoch=counts, row=counts, min_version=counts,
 )  # fmt: skip
@@ -121,6 +124,7 @@ weights = st.builds(
     Weights, **provenance, version=counts, manifest=st.none() | st.builds(manifest, counts), metrics=metrics
 )
 messages: st.SearchStrategy[Message] = st.one_of(
+    said,
     prompts,
     rollouts,
     groups,
