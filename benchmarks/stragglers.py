@@ -132,6 +132,9 @@ class EmulatedEngine:
     def take(self, manifest: object) -> None:
         raise AssertionError("emulated weights have no manifest")
 
+    def sleep(self, level: int) -> None:
+        """It has no memory to give back."""
+
     def close(self) -> None:
         self._left.clear()
 
