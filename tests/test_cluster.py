@@ -18,7 +18,14 @@ from torchx.specs import AppDef
 from arriero.engine.errors import GraphError, UserError
 from arriero.launchers import jobs
 from arriero.launchers.cluster import Plan, cluster_app, plan, scheduler_name
-from arriero.launchers.profile import Profile, RoleNeeds, SlurmNeeds, read_profile
+from arriero.launchers.profile import (
+    KubernetesNeeds,
+    Profile,
+    RoleNeeds,
+    SlurmNeeds,
+    Toleration,
+    read_profile,
+)  # fmt: skip
 from arriero.launchers.ship import code, user_archive
 from arriero.launchers.slurm_script import script
 from arriero.schemas.graph import GraphSpec
@@ -242,3 +249,58 @@ def test_a_handle_of_another_scheduler_is_refused() -> None:
     with pytest.raises(UserError, match="a handle is slurm://JOB or kubernetes://NAMESPACE:NAME"):
         jobs.find("pbs://12")
     assert jobs.find("slurm://12").app_id == "12"
+
+
+EVERYTHING = Profile(
+    on="kubernetes",
+    image="registry.example/arriero:1",
+    gpus=1,
+    secrets={"HF_TOKEN": "hf/token"},
+    mounts=("arriero-runs:/runs", "/data:/data:ro"),
+    kubernetes=KubernetesNeeds(
+        namespace="rl", queue="training", topology="topology.kubernetes.io/zone", priority_class="high",
+        node_selector={"gpu": "h100"}, tolerations=(Toleration(key="nvidia.com/gpu", effect="NoSchedule"),),
+        image_pull_secrets=("registry",), gpu_resource="amd.com/gpu", shm_gb=64, run_as_user=1000,
+        service_account="trainer",
+    ),
+)  # fmt: skip
+
+
+def volcano_job(made: Plan) -> dict[str, Any]:
+    pytest.importorskip("kubernetes", reason="pip install 'arriero[kubernetes]'")
+    from arriero.launchers.volcano_job import request
+
+    return request(cluster_app(made), made).job
+
+
+def test_a_job_with_everything_is_valid_for_kubernetes() -> None:
+    pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    from tests.cluster.api_server import problems
+
+    job = volcano_job(placed(EVERYTHING, ranks=2))
+    assert problems(job) == []
+    hub, trainer = (next(t for t in job["spec"]["tasks"] if t["name"] == n) for n in ("hub", "trainer"))
+    spec = trainer["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["resources"]["limits"]["amd.com/gpu"] == "2"
+    reference = {"secretKeyRef": {"name": "hf", "key": "token"}}
+    assert {"name": "HF_TOKEN", "valueFrom": reference} in container["env"]
+    assert spec["nodeSelector"] == {"gpu": "h100"}
+    assert {"medium": "Memory", "sizeLimit": "64Gi"} in [v.get("emptyDir") for v in spec["volumes"]]
+    assert {"name": "mount-1", "mountPath": "/data", "readOnly": True} in container["volumeMounts"]
+    assert (hub["template"]["spec"]["restartPolicy"], spec["restartPolicy"]) == ("Never", "OnFailure")
+    assert container["command"][-4:] == ["--replica", "VC_TASK_INDEX", "--ranks", "2"]
+
+
+def test_a_thousand_replicas_are_one_task_and_fit_into_what_a_server_takes() -> None:
+    job = volcano_job(placed(EVERYTHING, generators=1024))
+    assert job["spec"]["minAvailable"] == 1029
+    assert len(json.dumps(job)) < 1_000_000
+
+
+def test_what_kubernetes_needs_and_the_profile_lacks_is_named() -> None:
+    with pytest.raises(UserError, match="needs an image with Python and torch"):
+        placed(Profile(on="kubernetes"))
+    secret = Profile(on="kubernetes", image="i", secrets={"HF_TOKEN": "hf"})
+    with pytest.raises(UserError, match=r"secrets\.HF_TOKEN = 'hf': on Kubernetes it is SECRET/KEY"):
+        volcano_job(placed(secret))
