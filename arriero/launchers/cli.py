@@ -257,6 +257,8 @@ def _eval(args: list[str]) -> int:
     ready = _prepare(pipeline, args[1:], base)
     if ready.options.picture or ready.options.laws:
         raise UserError("--picture and --laws belong to arriero check")
+    if _on_cluster(ready):
+        raise UserError("eval runs on this machine; leave --on and --profile out")
     code, run = _start(ready, ["arriero", "eval", *args], result=False)
     if code:
         return code
