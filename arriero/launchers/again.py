@@ -41,7 +41,7 @@ def words_of(args: Sequence[str]) -> list[str]:
         name = option.partition("=")[0]
         if MASK in (value, option.partition("=")[2]) and not any(w.partition("=")[0] == name for w in given):
             raise UserError(f"{name} is a secret, which no run keeps; give it again")
-    return [pipeline, *before, *given, "--run-dir", str(run.path)]
+    return [pipeline, *before, *given, RESUME, str(run.path)]
 
 
 def begin_again(ready: Ready, argv: list[str]) -> Begun:
@@ -52,7 +52,9 @@ def begin_again(ready: Ready, argv: list[str]) -> Begun:
     from arriero.launchers import provenance
     from arriero.launchers.content_hashes import content_hashes
 
-    given, run = ready.options, rundir.RunDir(Path(ready.options.run_dir))
+    given = ready.options
+    assert given.resume is not None, "by `words_of`"
+    run = rundir.RunDir(given.resume)
     before, graph, options = run.read_manifest(), run.read_graph(), run.read_options()
     manifest = provenance.manifest(
         run_id=before.run_id, pipeline=ready.pipeline, spec=ready.spec, config=ready.config,

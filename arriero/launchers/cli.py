@@ -224,8 +224,7 @@ def _run(args: list[str]) -> int:
         return _printed(lambda: text)
     from arriero.launchers import branching
 
-    resumes = any(word.partition("=")[0] == "--resume" for word in args)
-    if resumes:
+    if any(word.partition("=")[0] == "--resume" for word in args):
         from arriero.launchers.again import words_of
 
         args = words_of(args)
@@ -234,13 +233,13 @@ def _run(args: list[str]) -> int:
     ready = _prepare(_pipeline("run", args), args[1:])
     if ready.options.picture or ready.options.json or ready.options.laws:
         raise UserError("--picture, --json and --laws belong to arriero check")
-    if ready.options.allow_change and not resumes:
+    if ready.options.allow_change and ready.options.resume is None:
         raise UserError("--allow-change belongs to --resume RUN")
     if _on_cluster(ready):
         from arriero.launchers import job_commands
 
         return job_commands.run(ready, ["arriero", "run", *args])
-    return _start(ready, ["arriero", "run", *args], resumes=resumes)[0]
+    return _start(ready, ["arriero", "run", *args])[0]
 
 
 def _eval(args: list[str]) -> int:
@@ -266,15 +265,14 @@ def _eval(args: list[str]) -> int:
     return _printed(lambda: evaluate.conclude(run, model=model, version=version, as_json=as_json))
 
 
-def _start(
-    ready: Ready, argv: list[str], *, result: bool = True, resumes: bool = False
-) -> tuple[int, RunDir]:
+def _start(ready: Ready, argv: list[str], *, result: bool = True) -> tuple[int, RunDir]:
     """Make the run directory and hand over to the launcher; the exit code, and the directory."""
     from arriero.launchers import again, launch, preparing
     from arriero.launchers.options import LaunchOptions
 
     given, path = ready.options, ready.pipeline.search_path
-    begun = again.begin_again(ready, argv) if resumes else preparing.begin(ready, argv)
+    begin = preparing.begin if given.resume is None else again.begin_again
+    begun = begin(ready, argv)
     if not given.quiet:
         print(f"arriero: run directory {begun.run.path}", file=sys.stderr)
     options = LaunchOptions(

@@ -42,7 +42,7 @@ class Arguments:
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the hub; 0: a free one
     wait_bound_s: PositiveFloat = 1800.0  # longest wait for a record, a place or a version
     liveness_s: Annotated[float, Field(ge=3)] = 30.0  # oldest heartbeat of a role that is alive; one a second
-    restarts: NonNegativeInt = 3  # times that a generator, reward, ... starts again after it was killed
+    restarts: NonNegativeInt = 3  # times that each process, and the whole run, starts again after a kill
     max_dead_letters: NonNegativeInt = 0  # records that may fail for good before the run does
     record: bool = True  # keep the lineage: every rollout, batch and version, for audit and questions
     record_url: str = ""  # where: any fsspec URL; default lineage/ in the run directory
