@@ -40,12 +40,14 @@ usage: arriero COMMAND ...
   status|logs|cancel RUN                                 a run anywhere: its state, what it prints; stop it
   runs [DIR|RUN RUN] [--where key=value]                 list runs; what differs between two
   lineage RUN --step N|--rollout ID|--prompt ID|...      what trained these weights; what became of a prompt
+  top RUN [--once]                                       a run as it goes on: edges, roles, waits, curves
   report|trace RUN [--out FILE]                          a run as one HTML page; as a trace for Perfetto
   doctor [RUN]                                           why a run doesn't get on; what isn't installed here
   audit RUN [--head HASH] [--json]                       check a run from its record alone
   replay RUN --step K [--until-divergence]               take a recorded step again, and compare
   fork RUN --step K --change loss.rho=4                  the same under another trainer
   export RUN --to FORMAT [--out PATH]                    for OpenLineage, PROV, MLflow, W&B, ..., or as a page
+  new NAME [--dir FOLDER]                                an algorithm of your own: one file, and its test
   list                                                   the pipelines that come with arriero
   demo                                                   train a small model on this machine
   --version, --help
@@ -61,7 +63,9 @@ _ABOUT_RUNS = {
     "replay": "replaying:replay",
     "fork": "replaying:fork",
     "doctor": "doctor:doctor",
+    "new": "new:new",
     "report": "report:report",
+    "top": "top:top",
     "trace": "trace:trace",
     "status": "job_commands:status",
     "logs": "job_commands:logs",
