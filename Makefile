@@ -16,6 +16,9 @@ SOURCES := $(wildcard arriero tests benchmarks)
 EXTRAS := .[dev,kubernetes,lora,reasoning-gym,verifiers]
 HAS_GPU = { command -v nvidia-smi >/dev/null || test -e /dev/nvidia0; }
 HAS_TORCH = -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
+# Test files that run at a time; most of a test's time is waiting.
+TEST_JOBS ?= 2
+SIDE_BY_SIDE := --numprocesses $(TEST_JOBS) --dist loadfile
 # Threads of small tensor operations disturb each other when tests start many processes.
 export OMP_NUM_THREADS ?= 1
 
@@ -57,10 +60,10 @@ demo-vllm: $(STAMP)
 	$(BIN)/arriero demo --run-dir runs/demo-vllm --engine vllm
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" $(SIDE_BY_SIDE)
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m slow $(PYTEST_FLAGS)
+	$(BIN)/pytest -m slow $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
