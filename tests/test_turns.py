@@ -22,7 +22,7 @@ import torch
 from arriero.components.losses import AIPO
 from arriero.components.optimizer import AdamW
 from arriero.components.parking import ParkedTraining, Parking, own_memory
-from arriero.components.placement import Placement
+from arriero.components.placement import DevicePlacement
 from arriero.components.training import TrainState
 from arriero.engine.errors import GraphError
 from arriero.engine.turns import Turn
@@ -37,7 +37,7 @@ from tests.inline_runs import policy_gradient_fields
 from tests.tiny_models import tiny_llama
 
 torch.set_num_threads(1)
-TURNS = Placement(devices="turns", turn_bound_s=60)
+TURNS = DevicePlacement(devices="turns", turn_bound_s=60)
 
 
 async def test_one_side_waits_until_all_of_the_other_have_given_their_turn(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_run_in_turns_is_the_run_apart_token_for_token(
     timeless = ("loss", "reward", "grad_norm", "tokens", "fresh_mismatch_max")
     apart = run("apart")
     for level in (1, 2):
-        placement = Placement(devices="turns", sleep_level=level, turn_bound_s=60)
+        placement = DevicePlacement(devices="turns", sleep_level=level, turn_bound_s=60)
         turns = run(f"level{level}", placement=placement)
         assert [[s[k] for k in timeless] for s in turns] == [[s[k] for k in timeless] for s in apart]
 
@@ -182,7 +182,7 @@ def test_turns_with_stale_weights_are_refused_with_the_remedy(tmp_path: Path) ->
         config = AIPOConfig(**policy_gradient_fields(tmp_path, placement=TURNS, **fields))
         with pytest.raises(GraphError, match=words):
             aipo(config).check()
-    config = AIPOConfig(**policy_gradient_fields(tmp_path, placement=Placement(sleep_level=2)))
+    config = AIPOConfig(**policy_gradient_fields(tmp_path, placement=DevicePlacement(sleep_level=2)))
     with pytest.raises(GraphError, match=r"placement\.devices=apart doesn't read"):
         aipo(config).check()
 

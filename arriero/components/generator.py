@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from arriero.components.chat import MODEL, ChatFormat
 from arriero.components.compute import ComputeThread
 from arriero.components.model_directory import check_model_directory, context_length
-from arriero.components.placement import Devices, Placement
+from arriero.components.placement import DevicePlacement, Devices
 from arriero.components.prompt_queue import PromptQueue
 from arriero.components.prompts import PromptSource
 from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCache
@@ -66,7 +66,7 @@ class Generator:
     standby: bool = False
     greedy_baseline: bool = False
     stragglers: Stragglers = field(default_factory=Stragglers)
-    placement: Placement = field(default_factory=Placement)
+    placement: DevicePlacement = field(default_factory=DevicePlacement)
     computes: ClassVar[bool] = True
 
     @property

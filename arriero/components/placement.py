@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class Placement:
+class DevicePlacement:
     """`devices`: `apart`, or `turns`: trainer and generators use the same ones, one side at a time.
 
     `sleep_level` of a generator between its turns: 1 keeps its weights in host memory, 2 drops them, and the
@@ -37,7 +37,7 @@ class Placement:
 
     def problems(self, *, staleness: int | None, standby: bool) -> Iterable[str]:
         if self.devices == "apart":
-            if self != Placement():
+            if self != DevicePlacement():
                 yield f"placement.devices=apart doesn't read {self}; set placement.devices=turns"
             return
         if staleness:
@@ -57,7 +57,9 @@ class Devices:
     several ranks calls all of it in step. Where devices aren't shared it is the thread alone.
     """
 
-    def __init__(self, thread: ComputeThread, placement: Placement, context: Context, *, alone: bool) -> None:
+    def __init__(
+        self, thread: ComputeThread, placement: DevicePlacement, context: Context, *, alone: bool
+    ) -> None:
         self._thread, self._context = thread, context
         self._turn: Turn | None = None
         self.shared = placement.devices == "turns"

@@ -14,7 +14,7 @@ from arriero.components.health import HealthGates
 from arriero.components.losses import Aggregation, Loss
 from arriero.components.mismatch import MismatchGate
 from arriero.components.optimizer import AdamW, Optimizer
-from arriero.components.placement import Placement
+from arriero.components.placement import DevicePlacement
 from arriero.components.prompts import PromptSource
 from arriero.components.publisher import WeightPlane
 from arriero.components.rewards import ExactMatch, Reward
@@ -58,7 +58,7 @@ class SampledConfig:
     mismatch: MismatchGate = field(default_factory=MismatchGate)
     health: HealthGates = field(default_factory=HealthGates)
     weights: WeightPlane = field(default_factory=WeightPlane)
-    placement: Placement = field(default_factory=Placement)
+    placement: DevicePlacement = field(default_factory=DevicePlacement)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     def generator(self) -> Generator:

@@ -19,7 +19,7 @@ from arriero.components.mismatch import MismatchGate
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.parking import ParkedTraining
-from arriero.components.placement import Devices, Placement
+from arriero.components.placement import DevicePlacement, Devices
 from arriero.components.publisher import Publisher, WeightPlane
 from arriero.components.recorded import RecordedRollouts
 from arriero.components.recovery import Recovery
@@ -68,7 +68,7 @@ class Trainer:
     health: HealthGates = field(default_factory=HealthGates)
     weights: WeightPlane = field(default_factory=WeightPlane)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    placement: Placement = field(default_factory=Placement)
+    placement: DevicePlacement = field(default_factory=DevicePlacement)
     save: bool = True
     computes: ClassVar[bool] = True
 
