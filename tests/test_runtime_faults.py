@@ -306,7 +306,7 @@ async def test_a_blocked_event_loop_keeps_its_heartbeat_and_shows_its_lag(
 ) -> None:
     """prime-rl #1713: 700 s of lag, and nobody knew."""
     engine = Engine("nats", run_name, nats_server)
-    spec, opts = line(Broken(fault="block", seconds=2.0), count=3), options(run_name, lease_s=1.0)
+    spec, opts = line(Broken(fault="block", seconds=2.5), count=3), options(run_name, lease_s=1.0)
     owner = await declare(spec, opts, engine)
 
     async def blocked() -> None:
