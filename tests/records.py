@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from pydantic import JsonValue
 
-from arriero.schemas.ledger import Admitted, DroppedEvent, Ended, Evaluated, Stop, Trained
+from arriero.schemas.ledger import (
+    Admitted,
+    DroppedEvent,
+    Ended,
+    Evaluated,
+    Restarted,
+    Resumed,
+    Started,
+    Stop,
+    Trained,
+)  # fmt: skip
 from arriero.schemas.messages import (
     Batch,
     Dropped,
@@ -152,6 +162,12 @@ messages: st.SearchStrategy[Message] = st.one_of(
     ),
     st.builds(Ended, node=names, replica=counts, error=names, traceback=names, user=st.booleans()),
     st.builds(Stop, reason=names),
+    st.builds(Started, node=names, replica=counts, life=names),
+    st.builds(Restarted, name=names, number=st.integers(1, 9), why=names),
+    st.builds(
+        Resumed, number=st.integers(1, 9), versions=st.dictionaries(names, counts, max_size=2),
+        anew=st.booleans(), changed=st.lists(names, max_size=2).map(tuple), why=names,
+    ),
 )  # fmt: skip
 
 
