@@ -1,7 +1,8 @@
 """No option is accepted and then ignored: somewhere in the package each one is read, and not only handed on.
 
 Read from the syntax alone. An attribute counts for an option if its owner is known to be of that class (from
-annotations, `self`, and what those are assigned to) or isn't known at all; that of a module doesn't.
+annotations, `self`, and what those are assigned to) or isn't known at all, as behind a protocol, which any
+class may fulfil; that of a module doesn't.
 `C(f=x.f)`, which hands an option on under the same name, counts as much as the field `f` of our class C does.
 """
 
@@ -36,6 +37,8 @@ class Package:
         found = [(p, c) for p, tree in self.trees.items() for c in tree.body if isinstance(c, ast.ClassDef)]
         self.classes = {c.name: c for _, c in found}
         self.options = {c.name for path, c in found if c.name in RUN or self._is_config(path, c)}
+        protocols = {n for n, c in self.classes.items() if any("Protocol" in ast.unparse(b) for b in c.bases)}
+        self.known = self.classes.keys() - protocols
         self.members: defaultdict[str, dict[str, str]] = defaultdict(dict)  # class -> attribute -> class
         self._ancestors: dict[str, set[str]] = {}
         self.modules = {name for tree in self.trees.values() for name in _imported_modules(tree)}
@@ -68,7 +71,7 @@ class Package:
         if isinstance(hint, ast.Constant) and isinstance(hint.value, str):
             hint = ast.parse(hint.value, mode="eval").body
         found = {n.id for n in ast.walk(hint) if isinstance(n, ast.Name)} if hint is not None else set[str]()
-        ours = found & self.classes.keys()
+        ours = found & self.known
         return ours.pop() if len(ours) == 1 else ""
 
     def ancestors(self, name: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,11 +20,11 @@ from hypothesis import strategies as st
 
 from arriero.engine.codec import encode
 from arriero.engine.lineage.chain import Chain, ChainError, head_of, lines
-from arriero.engine.lineage.content import SALT_BYTES
+from arriero.engine.lineage.content import SALT_BYTES, prompt_text
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.writer import LineageWriter, Seen
-from arriero.schemas.lineage import Committed, RunEntry
-from arriero.schemas.messages import Batch, Example, ScoredGroup
+from arriero.schemas.lineage import BatchEntry, Committed, GroupEntry, RunEntry, ScoresEntry, WeightsEntry
+from arriero.schemas.messages import Batch, Example, RolloutGroup, Said, ScoredGroup, Weights
 from tests import records
 from tests.lineage_runs import OPENED, batch_of_groups, scored_group
 
@@ -53,6 +54,32 @@ def test_whatever_is_a_valid_batch_comes_back(tmp_path_factory: pytest.TempPathF
     folder = str(tmp_path_factory.mktemp("any"))
     LineageWriter(folder, OPENED).commit([Seen("advantage", batch)])
     assert encode(Lineage(folder).batch(batch.id)) == encode(batch)
+
+
+def test_every_field_of_a_record_has_a_place_in_its_entry() -> None:
+    content = {
+        "rollouts",
+        "group",
+        "scores",
+        "samples",
+        "manifest",
+    }  # taken apart further; bytes by their hash
+    kept = {
+        RolloutGroup: GroupEntry, ScoredGroup: ScoresEntry, Batch: BatchEntry, Weights: WeightsEntry,
+    }  # fmt: skip
+    for record, entry in kept.items():
+        assert {*record.model_fields} <= {*entry.model_fields} | content, record
+
+
+def test_a_conversation_comes_back_and_is_part_of_the_hash_of_its_prompt(tmp_path: Path) -> None:
+    scored = scored_group(0)
+    said = (Said(role="system", content="be brief"), Said(role="user", content="question"))
+    prompt = scored.group.prompt.model_copy(update={"messages": said})
+    scored = scored.model_copy(update={"group": scored.group.model_copy(update={"prompt": prompt})})
+    writer = LineageWriter(str(tmp_path), OPENED)
+    writer.commit([Seen("reward", scored)])
+    assert encode(Lineage(str(tmp_path)).group(scored.id)) == encode(scored)
+    assert prompt_text(prompt) != prompt_text(scored_group(0).group.prompt)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -149,6 +176,44 @@ def test_a_torn_tail_is_cut_to_the_last_whole_commit(tmp_path: Path, cut: int) -
     assert [encode(lineage.group(scored_group(k).id)) for k in range(5)] == [
         encode(scored_group(k)) for k in range(5)
     ]
+
+
+def test_a_tail_torn_behind_whole_entries_is_no_damage(tmp_path: Path) -> None:
+    segment = _filled(tmp_path)
+    whole = segment.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    segment.write_bytes(whole + whole.splitlines(keepends=True)[-2] + last[:20])
+    lineage = Lineage(str(tmp_path))
+    assert (lineage.broken, len(lineage.groups)) == ("", 5)
+
+
+def test_a_line_damaged_before_later_commits_is_told_and_not_taken_for_a_torn_tail(tmp_path: Path) -> None:
+    segment = _filled(tmp_path)
+    found = segment.read_bytes().splitlines(keepends=True)
+    first = next(k for k, line in enumerate(found) if line.startswith(b'{"kind":"group"'))
+    found[first] = found[first][:-9] + b"\n"  # the first of its commit
+    segment.write_bytes(b"".join(found))
+    assert f"entry {first} isn't whole" in Lineage(str(tmp_path)).broken
+    with pytest.raises(ChainError, match="isn't whole"):
+        LineageWriter(str(tmp_path), OPENED)
+
+
+def test_a_commit_that_the_disk_refused_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    segment = _filled(tmp_path, commits=1)
+    writer = LineageWriter(str(tmp_path), OPENED)
+    whole = segment.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            writer.commit([RunEntry(what="note", detail="x" * 4000)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert segment.read_bytes() == whole
+    writer.commit([RunEntry(what="note", detail="x" * 4000)])
+    assert not Lineage(str(tmp_path)).broken
 
 
 def test_a_commit_that_returned_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

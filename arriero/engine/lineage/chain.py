@@ -19,7 +19,7 @@ from arriero.schemas.lineage import ENTRY, Anchor, Committed, Entry
 GENESIS = "0" * 64
 _SEGMENT_BYTES = 4 << 20
 _SUFFIX = len(b',"hash":""}') + 64
-_COMMITTED = b'"kind":"committed"'
+_COMMITTED = b'{"kind":"committed"'
 
 
 class ChainError(RuntimeError):
@@ -39,6 +39,11 @@ class Line:
         """Raises ValidationError if it is none."""
         return ENTRY.validate_json(self.body)
 
+    @property
+    def commits(self) -> bool:
+        """Whether it is the end of a commit."""
+        return self.body.startswith(_COMMITTED)
+
 
 def link(before: str, body: bytes) -> str:
     """The hash of an entry that follows the one with hash `before`."""
@@ -46,13 +51,30 @@ def link(before: str, body: bytes) -> str:
 
 
 def lines(url: str) -> Iterator[Line]:
-    """All lines in order, hashes unchecked. Raises ChainError for one that isn't whole, with its number."""
+    """All lines in order, hashes unchecked, without a torn tail: what stands after the last commit.
+
+    Raises ChainError for a line before that which isn't whole, with its number.
+    """
     files = Files(url, "chain")
     number = 0
-    for name in files.names(".jsonl"):
-        for raw in files.read(name).splitlines(keepends=True):
+    names = files.names(".jsonl")
+    for name in names:
+        data = files.read(name)
+        if name == names[-1]:
+            data = data[: _whole(data)]
+        for raw in data.splitlines(keepends=True):
             yield _parsed(raw, number)
             number += 1
+
+
+def _whole(segment: bytes) -> int:
+    """How many bytes of it stand up to the end of the last commit."""
+    kept = end = 0
+    for raw in segment.splitlines(keepends=True):
+        end += len(raw)
+        if raw.startswith(_COMMITTED) and raw.endswith(b'"}\n'):
+            kept = end
+    return kept
 
 
 def head_of(url: str) -> str:
@@ -60,7 +82,7 @@ def head_of(url: str) -> str:
     files = Files(url, "chain")
     for name in reversed(files.names(".jsonl")):
         for raw in reversed(files.read(name).splitlines(keepends=True)):
-            if _COMMITTED in raw and raw.endswith(b'"}\n'):
+            if raw.startswith(_COMMITTED) and raw.endswith(b'"}\n'):
                 return _parsed(raw, 0).hash
     return ""
 
@@ -119,7 +141,7 @@ class Chain:
                 if line.hash != link(head, line.body):
                     raise ChainError(f"entry {number} in {name} doesn't follow from those before it")
                 head, number = line.hash, number + 1
-                if _COMMITTED in line.body:
+                if line.commits:
                     entry = line.entry
                     self.last = entry if isinstance(entry, Committed) else self.last
             self._segment, self._size = name, len(data)
@@ -129,11 +151,7 @@ class Chain:
     def _cut(self, name: str) -> None:
         """Take what stands after the last commit off the segment."""
         data = self._files.read(name)
-        kept = end = 0
-        for raw in data.splitlines(keepends=True):
-            end += len(raw)
-            if _COMMITTED in raw and raw.endswith(b'"}\n'):
-                kept = end
+        kept = _whole(data)
         self.cut_bytes = len(data) - kept
         if not kept:
             self._files.remove(name)

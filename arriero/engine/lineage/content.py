@@ -83,23 +83,29 @@ def key_of(record: Rollout | Sample) -> bytes:
 # --- texts ------------------------------------------------------------------------------------------------
 
 
+_ALWAYS = ("text", "answer", "metadata")  # said of every prompt
+
+
 def prompt_text(prompt: Prompt) -> bytes:
-    """What the hash of a prompt is of: its text, answer and row of the data set."""
-    return _json({"text": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata})
+    """What the hash of a prompt is of: all that its entry doesn't hold."""
+    return _json(_said(prompt))
 
 
 def group_text(group: RolloutGroup, scores: Sequence[Score] = ()) -> bytes:
     return _json(
         {
-            "prompt": {
-                "text": group.prompt.text,
-                "answer": group.prompt.answer,
-                "metadata": group.prompt.metadata,
-            },
+            "prompt": _said(group.prompt),
             "responses": [r.text for r in group.rollouts],
             "details": [s.detail for s in scores],
         }
     )
+
+
+def _said(prompt: Prompt) -> dict[str, JsonValue]:
+    """The fields of a prompt without a column in `PromptEntry`, so that a new one is never left out."""
+    other = {*Prompt.model_fields} - {*PromptEntry.model_fields, *_ALWAYS}
+    said: dict[str, JsonValue] = {name: getattr(prompt, name) for name in _ALWAYS}
+    return said | prompt.model_dump(mode="json", include=other, exclude_defaults=True)
 
 
 def _json(value: Any) -> bytes:
@@ -156,7 +162,7 @@ def group_of(entry: GroupEntry, arrays: Columns, text: bytes) -> ScoredGroup | R
         )
         for k, piece in enumerate(pieces(entry.lengths))
     )
-    prompt = Prompt(**entry.prompt.model_dump(), **said["prompt"])
+    prompt = Prompt.model_validate_json(_json(entry.prompt.model_dump() | said["prompt"]))
     group = RolloutGroup(
         id=entry.id, parents=entry.parents, origins=entry.origins, prompt=prompt, rollouts=rollouts,
         chat_digest=entry.chat_digest, recorded=entry.recorded,

@@ -62,11 +62,20 @@ class Files:
         self._staged[part] = Path(path)
 
     def append(self, name: str, data: bytes) -> None:
-        """To a file that is there already; only where files are `local`."""
-        with Path(f"{self.root}/{name}").open("ab") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        """To a file that is there already; only where files are `local`.
+
+        If that fails (a full disk, say), the file is as it was, for the next append must not follow a part.
+        """
+        with Path(f"{self.root}/{name}").open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            left = memoryview(data)
+            try:
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(size)
+                raise
 
     def made(self, folder: str) -> None:
         """Somebody else has made this folder; its name and those above it go with the next `settle`."""

@@ -75,17 +75,11 @@ class Lineage:
             raise ChainError(f"{self.url} holds no record; run with --record, and give the run's directory")
 
     def _whole(self) -> Iterator[Line]:
-        """The lines up to the last commit."""
-        held: list[Line] = []
+        """The lines up to the last commit, or to the first that is damaged."""
         try:
-            for line in lines(self.url):
-                held.append(line)
-                if b'"kind":"committed"' in line.body:
-                    yield from held
-                    held = []
+            yield from lines(self.url)
         except ChainError as error:
-            if b"".join(line.body for line in held) or "isn't whole" not in str(error):
-                self.broken = self.broken or str(error)
+            self.broken = self.broken or str(error)
 
     def _take(self, line: Line) -> None:
         if not self.broken and line.hash != link(self._head, line.body):

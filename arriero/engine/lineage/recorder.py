@@ -211,8 +211,10 @@ class Recorder:
     async def _store(self, ready: Sequence[Key]) -> None:
         """Commit, then acknowledge."""
         held = [self._held[key] for key in ready]
-        items, self._other = [*self._other, *_seen(held)], []
+        others = len(self._other)  # what comes meanwhile goes with the next; what fails, with the last
+        items = [*self._other, *_seen(held)]
         await asyncio.to_thread(self._writer.commit, items)
+        del self._other[:others]
         for key in ready:
             del self._held[key]
         await asyncio.gather(*(h.lease.ack() for h in held))

@@ -62,7 +62,10 @@ class Spaces:
         self._files.settle()
 
     def read(self, space: str, place: Place, *names: str) -> dict[str, npt.NDArray[Any]]:
-        """The arrays `names` of `space` at `place`, read-only. Raises KeyError if they aren't there."""
+        """The arrays `names` of `space` at `place`, read-only.
+
+        Raises KeyError if they aren't there, ValueError for a chunk that is damaged.
+        """
         found: dict[str, npt.NDArray[Any]] = {}
         for name in names:
             path = f"{space}/{place.part}/{name}"
@@ -82,7 +85,10 @@ class Spaces:
         key = (path, number)
         if key not in self._loads:
             chunk = self._chunk(path)
-            values = np.asarray(self._array(path)[number * chunk : (number + 1) * chunk])
+            try:
+                values = np.asarray(self._array(path)[number * chunk : (number + 1) * chunk])
+            except RuntimeError as error:  # of a codec
+                raise ValueError(f"chunk {number} of {path} can't be read: {error}") from error
             values.setflags(write=False)
             self._loads[key] = values
             if len(self._loads) > _LOADS:
