@@ -18,7 +18,7 @@ import os
 import time
 from pathlib import Path
 
-from arriero.engine.weights.locks import try_lock, unlock
+from arriero.engine.locks import try_lock, unlock
 
 _DEVICES, _LINE = 0, 1
 _PAUSE_S = (1e-3, 20e-3)

@@ -29,9 +29,9 @@ from secrets import token_hex
 
 import numpy as np
 
+from arriero.engine.locks import is_locked, try_lock
 from arriero.engine.weights.copying import Bytes
 from arriero.engine.weights.layout import WeightError
-from arriero.engine.weights.locks import is_locked, try_lock
 from arriero.engine.weights.transport import Outcome
 
 FOLDER = Path("/dev/shm")
