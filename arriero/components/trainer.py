@@ -18,7 +18,6 @@ from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.mismatch import MismatchGate
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW, Optimizer
-from arriero.components.parking import ParkedTraining
 from arriero.components.placement import DevicePlacement, Devices
 from arriero.components.publisher import Publisher, WeightPlane
 from arriero.components.recorded import RecordedRollouts
@@ -124,6 +123,8 @@ class Trainer:
         ):
             state = await compute(self.load, context.ranks, bool(context.loop))
             if compute.shared:
+                from arriero.components.parking import ParkedTraining
+
                 parked = await compute(ParkedTraining, state)
                 compute.asleep, compute.awake = parked.park, parked.unpark
             publish = await compute(Publisher, state, self.weights, context)
