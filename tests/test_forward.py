@@ -72,7 +72,7 @@ def forward_and_back(make: Callable[..., PreTrainedModel], layout: Layout) -> tu
     model = make(scale=5.0).double()
     samples = groups(2, [12, 3, 30, 2, 7], prompt=9)
     micro = pack(samples, range(len(samples)), np.ones(len(samples)), layout=layout)
-    logprobs_T, entropy_T = PolicyForward(model, layout=layout)(micro, entropy_gradient=True)
+    logprobs_T, entropy_T, _ = PolicyForward(model, layout=layout)(micro, entropy_gradient=True)
     torch.autograd.backward((logprobs_T * micro.tokens.advantages_T + 0.1 * entropy_T).sum())
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return logprobs_T.detach(), entropy_T.detach(), gradient
@@ -98,7 +98,7 @@ def test_samples_of_a_group_never_see_each_other() -> None:
     other = [samples[0], samples[1].model_copy(update={"tokens": changed}), samples[2]]
     two = pack(other, (0, 1, 2), np.ones(3), layout="shared_prefix")
     with torch.no_grad():
-        (before_T, _), (after_T, _) = forward(one), forward(two)
+        before_T, after_T = forward(one).logprobs_T, forward(two).logprobs_T
     mine_T = one.tokens.sequence_T == 1
     assert (before_T[~mine_T] - after_T[~mine_T]).abs().max() < 1e-6
     assert (before_T[mine_T] - after_T[mine_T]).abs().max() > 1e-2

@@ -30,6 +30,7 @@ from arriero.components.losses import (
     CrossEntropy,
     Custom,
     DecoupledPPO,
+    Divergence,
     ImportanceWeight,
     ImportanceWeighted,
     Loss,
@@ -74,6 +75,7 @@ LOSSES: list[Loss] = [
     ImportanceWeighted(weight=ImportanceWeight(level="sequence_product")),
     ImportanceWeighted(weight=ImportanceWeight(lower=0.5, outside="zero")),
     ImportanceWeighted(weight=ImportanceWeight(lower=0.5, judged="every_token", outside="zero")),
+    Divergence(kind="jsd", beta=0.1),
     OnPolicyDistillation(),
     Reinforce(),
     WithKL(loss=GSPO(), beta=0.1),
@@ -227,7 +229,8 @@ class Misspelt(Reinforce):
 
 def test_an_unknown_need_is_refused_with_those_there_are() -> None:
     with pytest.raises(
-        ValueError, match=r"Misspelt needs \['refrence'\]; there are proximal, reference, entropy, multiplier"
+        ValueError,
+        match=r"Misspelt needs \['refrence'\]; there are proximal, reference, entropy, divergence, multiplier",
     ):
         facts(Misspelt())
 

@@ -2,22 +2,26 @@
 
     input_ids [B, L] -> decoder -> hidden of the predicting positions [T, H] -> `Head` -> [T], [T]
 
-It is a module of its own, so that what shards parameters sees one forward from the tokens to the result.
+It is a module of its own, so that what shards parameters sees one forward from the tokens to the result. A
+teacher's ends with the hidden state: what it would say is compared with what the policy does, in its forward.
 
 Shape suffixes: B = rows, L = positions, T = trained tokens of a micro-batch, H = hidden.
 """
 
 # pyright: reportUnknownMemberType=false
 # torch and transformers annotate only a part of what is called here.
+# ruff: noqa: N815
+# Shapes are suffixes of names, of fields too.
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from arriero.components.comparing import Taught, divergence
 from arriero.components.head import Head
 from arriero.components.packing import Layout, MicroBatch, pack
 from arriero.components.row_attention import register
@@ -34,11 +38,19 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 _PROBE_TOLERANCE = 1e-3
 
 
-class PolicyForward(torch.nn.Module):
-    """Log-probability and entropy (nats) [T] of the trained tokens of a micro-batch, temperature applied.
+class Predicted(NamedTuple):
+    """Log-probability and entropy in nats, and the divergence from a teacher if there is one, [T] each."""
 
-    `autocast` is what the decoder computes in. Raises UserError for a model whose log-probabilities would not
-    be those of its own forward pass: it is tried on two short sequences.
+    logprobs_T: Tensor
+    entropy_T: Tensor
+    divergence_T: Tensor | None
+
+
+class PackedForward(torch.nn.Module):
+    """A model that reads micro-batches in `layout`; `autocast` is what the decoder computes in.
+
+    Raises UserError for a model whose log-probabilities would not be those of its own forward pass: it is
+    tried on two short sequences.
     """
 
     def __init__(
@@ -63,16 +75,17 @@ class PolicyForward(torch.nn.Module):
             _attend_in_rows(model, layout)
         self._try()
 
-    def forward(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """The entropy has a gradient only with `entropy_gradient`."""
-        head = replace(self.head, entropy_gradient=entropy_gradient)
+    @property
+    def linear(self) -> torch.nn.Linear:
+        return self._linear[0]
+
+    def read(self, micro: MicroBatch) -> Tensor:
+        """What the head reads to predict the trained tokens [T, H]."""
         device = micro.input_ids_BL.device.type
         with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
-            hidden_TH = self._hidden(micro)
-        return head(hidden_TH, self._linear[0], micro.tokens.targets_T, micro.tokens.temperatures_T)
+            return self._hidden(micro)
 
     def _hidden(self, micro: MicroBatch) -> Tensor:
-        """What the head reads to predict the trained tokens [T, H]."""
         arguments: dict[str, Any] = {"position_ids": micro.position_ids_BL, "use_cache": False}
         if micro.rows is not None:
             # A finished mask, which attention in rows doesn't read, saves transformers one of [N, N].
@@ -104,6 +117,31 @@ class PolicyForward(torch.nn.Module):
                 f"{_name(self.model)} gives other log-probabilities in layout {self.layout} than by itself "
                 f"({gap:.2g} nats); {_remedy(self.layout)}"
             )
+
+
+class PolicyForward(PackedForward):
+    """What a policy says of the trained tokens of a micro-batch, temperature applied."""
+
+    def forward(
+        self, micro: MicroBatch, *, entropy_gradient: bool = False, taught: Taught | None = None
+    ) -> Predicted:
+        """The entropy has a gradient only with `entropy_gradient`; a divergence is of what was `taught`."""
+        head = replace(self.head, entropy_gradient=entropy_gradient)
+        hidden_TH = self.read(micro)
+        targets_T, temperatures_T = micro.tokens.targets_T, micro.tokens.temperatures_T
+        logprobs_T, entropy_T = head(hidden_TH, self.linear, targets_T, temperatures_T)
+        apart_T = None
+        if taught is not None:
+            apart_T = divergence(head, hidden_TH, self.linear, temperatures_T, taught)
+        return Predicted(logprobs_T, entropy_T, apart_T)
+
+
+class TeacherForward(PackedForward):
+    """What a teacher reads of a micro-batch [T, H], without gradient: the input of its `linear`."""
+
+    @torch.no_grad()
+    def forward(self, micro: MicroBatch) -> Tensor:
+        return self.read(micro)
 
 
 def _attend_in_rows(model: PreTrainedModel, layout: Layout) -> None:

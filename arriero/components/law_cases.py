@@ -114,7 +114,10 @@ def tokens_of(
         if isinstance(value := getattr(packed, f.name), torch.Tensor) and value.is_floating_point()
     }
     proximal_T = trained([torch.from_numpy(p).to(dtype) for p in case.proximal])
-    converted |= {"proximal_T": proximal_T, "entropy_T": 1.0 - proximal_T, "multiplier": 1.0}
+    converted |= {
+        "proximal_T": proximal_T, "entropy_T": 1.0 - proximal_T, "multiplier": 1.0,
+        "divergence_T": (logprobs_T - proximal_T).square(),
+    }  # fmt: skip
     return dataclasses.replace(packed, **converted), logprobs_T
 
 

@@ -61,6 +61,25 @@ def vocabulary_problem(path: str, policy: str) -> Iterator[str]:
         )
 
 
+def head_problem(path: str, policy: str) -> Iterator[str]:
+    """One line if two models give a different number of logits; nothing if that can't be told."""
+    one, other = (_config(each).get("vocab_size") for each in (path, policy))
+    if one is not None and other is not None and one != other:
+        yield (
+            f"model {path} has vocab_size {one} and {policy} {other}: their distributions can't be compared; "
+            "take a model with the policy's, or divergence=sampled"
+        )
+
+
+def _config(path: str) -> Mapping[str, Any]:
+    """config.json; empty if it can't be read."""
+    try:
+        config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config
+
+
 def _vocabulary(path: str) -> Mapping[str, int]:
     """Ids of the tokens by tokenizer.json, added ones included; empty without it."""
     try:
@@ -88,9 +107,6 @@ def loading(path: Path | str) -> Generator[None, None, None]:
 
 def context_length(path: str) -> int | None:
     """Positions the model was made for; None if its config doesn't say, or can't be read."""
-    try:
-        config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
+    config = _config(path)
     length = config.get("max_position_embeddings") or config.get("n_positions")
     return length if isinstance(length, int) else None

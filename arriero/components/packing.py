@@ -56,9 +56,9 @@ class PackedTokens:
 
     targets_T int64; advantages_T, weights_T, temperatures_T float32; behaviour_T float32 nats, None if any
     sample has none; sequence_T int64: the index in the batch of the sample it belongs to. Samples are never
-    cut. reference_T as behaviour_T; proximal_T, entropy_T (this one with gradient) and multiplier are given
-    by the trainer to a loss that needs them. versions_T int64: of the weights that sampled the token; None as
-    behaviour_T.
+    cut. reference_T as behaviour_T; proximal_T, entropy_T, divergence_T (these two with gradient) and
+    multiplier are given by the trainer to a loss that needs them. versions_T int64: of the weights that
+    sampled the token; None as behaviour_T.
     """
 
     targets_T: Tensor
@@ -70,6 +70,7 @@ class PackedTokens:
     reference_T: Tensor | None = None
     proximal_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    divergence_T: Tensor | None = None
     versions_T: Tensor | None = None
     multiplier: float | None = None
 

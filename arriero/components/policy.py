@@ -106,7 +106,7 @@ def sample_logprobs(
             samples, indices, np.ones(len(samples)), layout=forward.layout, device=forward.model.device
         )
         with torch.no_grad():
-            logprobs_T, _ = forward(micro)
+            logprobs_T, _, _ = forward(micro)
         ends = np.cumsum([int(samples[i].mask.sum()) for i in indices])[:-1]
         for i, values in zip(indices, np.split(logprobs_T.cpu().numpy(), ends), strict=True):
             found[i] = values

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from arriero.components.adapters import add_lora
-from arriero.components.forward import PolicyForward
+from arriero.components.forward import PackedForward, PolicyForward, TeacherForward
 from arriero.components.head import Head
 from arriero.components.sharding import layers, shard
 
@@ -29,8 +29,7 @@ def prepared(model: PreTrainedModel, options: TrainingOptions) -> PolicyForward:
         add_lora(model, options.lora)
     compute = _compute(options)
     head = Head(chunk_mb=options.logits_mb, dtype=torch.float32 if options.fp32_logits else compute)
-    autocast = None if options.shards > 1 else compute  # shards are gathered in what they compute in
-    forward = PolicyForward(model, layout=options.packing, head=head, autocast=autocast)
+    forward = PolicyForward(model, layout=options.packing, head=head, autocast=_autocast(options))
     for layer in layers(model):
         # Of the instance and inside of its hooks: names stay, and what is split is gathered first.
         if options.compile:
@@ -41,13 +40,31 @@ def prepared(model: PreTrainedModel, options: TrainingOptions) -> PolicyForward:
     return forward
 
 
-def split(forward: PolicyForward, options: TrainingOptions, *, ranks: int) -> dist.ProcessGroup:
+def prepared_teacher(model: PreTrainedModel, options: TrainingOptions, *, ranks: int) -> TeacherForward:
+    """The forward pass of a model that isn't trained, split as the policy is and held in what it computes in.
+
+    `model` is changed in place.
+    """
+    forward = TeacherForward(model, layout=options.packing, autocast=_autocast(options))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(_compute(options) or parameter.dtype)
+    if options.shards > 1:
+        split(forward, options, ranks=ranks)
+    return forward
+
+
+def split(forward: PackedForward, options: TrainingOptions, *, ranks: int) -> dist.ProcessGroup:
     """Split the parameters over `options.shards` ranks each; ValueError if they don't divide the ranks."""
     if ranks % options.shards:
         raise ValueError(f"shards={options.shards} doesn't divide {ranks} ranks")
     return shard(
         forward, shards=options.shards, ranks=ranks, compute=_compute(options), wide_head=options.fp32_logits
     )
+
+
+def _autocast(options: TrainingOptions) -> torch.dtype | None:
+    return None if options.shards > 1 else _compute(options)  # shards are gathered in what they compute in
 
 
 def _compute(options: TrainingOptions) -> torch.dtype | None:

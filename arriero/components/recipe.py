@@ -76,12 +76,14 @@ class SampledConfig:
         horizon: float | None = None,
         minibatches: int = 1,
         epochs: int = 1,
+        teacher: str | None = None,
     ) -> Trainer:
         return Trainer(
             model=self.model, loss=loss, steps=self.steps, optimizer=self.optimizer, aggregation=aggregation,
             horizon=horizon, minibatches=minibatches, epochs=epochs, token_budget=self.token_budget,
             training=self.training, mismatch=self.mismatch, health=self.health,
             weights=self.weights, checkpoints=self.checkpoints, placement=self.placement,
+            teacher=teacher,
         )  # fmt: skip
 
 

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from arriero.components.forward import PolicyForward
+    from arriero.components.forward import PackedForward
 
 
 def shard(
-    forward: PolicyForward, *, shards: int, ranks: int, compute: torch.dtype | None, wide_head: bool
+    forward: PackedForward, *, shards: int, ranks: int, compute: torch.dtype | None, wide_head: bool
 ) -> dist.ProcessGroup:
     """Split the parameters of `forward` in place; the group of ranks that hold one copy together.
 

@@ -16,7 +16,7 @@ from arriero.components.compute import ComputeThread, own_device
 from arriero.components.health import Gate, HealthGates, judge
 from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.mismatch import MismatchGate
-from arriero.components.model_directory import check_model_directory
+from arriero.components.model_directory import check_model_directory, head_problem, vocabulary_problem
 from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.placement import DevicePlacement, Devices
 from arriero.components.publisher import Publisher, WeightPlane
@@ -50,7 +50,8 @@ class Trainer:
     A step takes an update on each of `minibatches` equal parts of the batch, `epochs` times. Micro-batches
     hold up to `token_budget` tokens, padding included; they don't change the result. With several ranks each
     trains its share of every batch. `horizon` divides under `aggregation="fixed_length"`. `training` is how
-    steps are computed; `placement` must be that of the generators.
+    steps are computed; `placement` must be that of the generators. `teacher`: a model of the same vocabulary
+    that a loss compares the policy with, held beside it and split as it is.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Trainer:
     weights: WeightPlane = field(default_factory=WeightPlane)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     placement: DevicePlacement = field(default_factory=DevicePlacement)
+    teacher: str | None = None
     save: bool = True
     computes: ClassVar[bool] = True
 
@@ -110,10 +112,25 @@ class Trainer:
         loss = type(self.loss).__name__
         if "reference" in wants.needs and not view.upstream(ReferenceLogprobs):
             yield f"{loss} needs reference log-probabilities; put a ReferenceLogprobs before the trainer"
+        yield from self._about_teacher("divergence" in wants.needs)
         if wants.needs & {"proximal", "multiplier"} and self.minibatches * self.epochs == 1:
             yield f"{loss} limits what later updates on a batch change; set minibatches or epochs above 1"
         if wants.together > 1 and self.aggregation != "sequence_mean":
             yield (f"aggregation={self.aggregation} weighs the pairs of {loss} by length; use sequence_mean")
+
+    def _about_teacher(self, wanted: bool) -> Iterable[str]:
+        if self.teacher is None:
+            if wanted:
+                yield f"{type(self.loss).__name__} compares with a teacher, but there is none; set teacher"
+            return
+        if not wanted:
+            yield f"teacher={self.teacher} isn't read by {type(self.loss).__name__}; leave it out"
+            return
+        yield from check_model_directory(self.teacher)
+        yield from vocabulary_problem(self.teacher, self.model)
+        yield from head_problem(self.teacher, self.model)
+        if self.placement.devices == "turns":
+            yield "placement.devices=turns: the memory of a teacher isn't given back; leave placement out"
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
         context = current()
@@ -172,6 +189,7 @@ class Trainer:
         # What is split goes to the device layer by layer.
         device = own_device() if self.training.shards == 1 else "cpu"
         model, tokenizer = load_policy(self.model, device=device)
+        teacher = None if self.teacher is None else load_policy(self.teacher, device=device)[0]
         return TrainState(
             model, tokenizer, loss=self.loss, optimizer=self.optimizer, steps=self.steps,
             token_budget=self.token_budget, aggregation=self.aggregation, horizon=self.horizon or 0,
@@ -180,4 +198,5 @@ class Trainer:
             group=dist.group.WORLD if ranks > 1 else None,
             # Where nobody samples with these weights, version 0 of a token is that of another run.
             mismatch_bound=self.mismatch.token_bound if followed else None,
+            teacher=teacher,
         )  # fmt: skip

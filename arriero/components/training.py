@@ -18,20 +18,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from arriero.components.adapters import trained
+from arriero.components.comparing import Taught
 from arriero.components.descent import Descent
-from arriero.components.losses import Aggregation, Bounded, Loss, facts, sequence_weights
+from arriero.components.forward import Predicted
+from arriero.components.losses import Aggregation, Bounded, Comparing, Loss, facts, sequence_weights
 from arriero.components.measures import Measures, over_updates, reward_spread
 from arriero.components.optimizer import SGD, AdamW, Muon
 from arriero.components.packing import MicroBatch, check_samples, pack, plan, read
 from arriero.components.policy import load_policy, save_description
-from arriero.components.preparing import prepared, split
+from arriero.components.preparing import prepared, prepared_teacher, split
 from arriero.components.sharding import local
 from arriero.components.trained_weights import TrainedWeights
 from arriero.components.training_options import TrainingOptions
@@ -54,7 +56,8 @@ class TrainState:
     update on the whole. With a process `group` every rank calls `step` with the same batch, trains its share
     of it and ends with the same weights, or with its part of them (`options.shards`). Parameters are
     float32; `options` say what the forward pass computes in, and all else that a step costs. `mismatch_bound`
-    is that of `Measures`; None if no sample comes from these weights, whatever version it names.
+    is that of `Measures`; None if no sample comes from these weights, whatever version it names. `teacher`,
+    of the same vocabulary, is what a loss that needs a divergence compares with; it is changed in place.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class TrainState:
         options: TrainingOptions = _DEFAULTS,
         group: dist.ProcessGroup | None = None,
         mismatch_bound: float | None = 0.5,
+        teacher: PreTrainedModel | None = None,
     ) -> None:
         half = sorted({str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4})
         if half:
@@ -93,6 +97,7 @@ class TrainState:
         self.options = options
         self._forward = prepared(model, options)
         ranks = 1 if group is None else group.size()
+        self._teacher = None if teacher is None else prepared_teacher(teacher, options, ranks=ranks)
         shards = split(self._forward, options, ranks=ranks) if options.shards > 1 else None
         self.weights = TrainedWeights(model, options.average)
         self._arrive: Callable[[], None] = lambda: None
@@ -147,8 +152,19 @@ class TrainState:
 
     def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [T] of the trained tokens under the weights of now."""
-        logprobs_T, entropy_T = self._forward(micro, entropy_gradient="entropy" in self._facts.needs)
+        logprobs_T, entropy_T, _ = self._predicted(micro, None)
         return logprobs_T, entropy_T
+
+    def _predicted(self, micro: MicroBatch, taught: Taught | None) -> Predicted:
+        untyped: Any = self._forward  # calling a module isn't typed
+        found: Predicted = untyped(micro, entropy_gradient="entropy" in self._facts.needs, taught=taught)
+        return found
+
+    def _taught(self, micro: MicroBatch) -> Taught | None:
+        """What the teacher makes of the same tokens; None without one."""
+        if self._teacher is None or not isinstance(self.loss, Comparing):
+            return None
+        return Taught(hidden_TG=self._teacher(micro), linear=self._teacher.linear, between=self.loss.between)
 
     def state_dict_for_weights(self) -> dict[str, Tensor]:
         """Name -> tensor of the policy as generators know it, what is published: DTensors of a split one.
@@ -236,8 +252,9 @@ class TrainState:
         measures = Measures(self.model.device, off_policy=off_policy, fresh=fresh, bound=bound or 0.0)
         self._descent.clear()
         for micro in micros:
-            logprobs_T, entropy_T = self.logprobs(micro)
-            micro = self._completed(micro, logprobs_T, entropy_T)
+            found = self._predicted(micro, self._taught(micro))
+            logprobs_T, entropy_T = found.logprobs_T, found.entropy_T
+            micro = self._completed(micro, found)
             loss = self._weighted(logprobs_T, micro)
             torch.autograd.backward(loss)
             with torch.no_grad():
@@ -251,13 +268,15 @@ class TrainState:
             self._multiplier.fill_(self.loss.relearned(metrics["multiplier"], metrics["kl"]))
         return metrics
 
-    def _completed(self, micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> MicroBatch:
+    def _completed(self, micro: MicroBatch, found: Predicted) -> MicroBatch:
         """With what the forward pass itself gives to a loss that needs it."""
         tokens, needs = micro.tokens, self._facts.needs
         if "entropy" in needs:
-            tokens = replace(tokens, entropy_T=entropy_T)
+            tokens = replace(tokens, entropy_T=found.entropy_T)
+        if "divergence" in needs:
+            tokens = replace(tokens, divergence_T=found.divergence_T)
         if "proximal" in needs and tokens.proximal_T is None:  # the only update: nothing has moved yet
-            tokens = replace(tokens, proximal_T=logprobs_T.detach())
+            tokens = replace(tokens, proximal_T=found.logprobs_T.detach())
         if "multiplier" in needs:
             tokens = replace(tokens, multiplier=float(self._multiplier))
         return replace(micro, tokens=tokens)

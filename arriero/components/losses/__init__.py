@@ -2,8 +2,8 @@
 
 As components' configuration, per trained token: AIPO, ImportanceWeighted (TIS, MIS, IcePop), CISPO,
 ClippedPolicyGradient (PPO, GRPO, DAPO), DecoupledPPO, GSPO, GMPO, DPPO, M2PO, SAPO, DRO, Reinforce, AWR,
-CrossEntropy, DPO, KTO, OnPolicyDistillation, VMPO; around one of them: WithKL, WithEntropy, OffPolicyMask;
-from a function: Custom. As functions: the rest.
+CrossEntropy, DPO, KTO, Divergence, OnPolicyDistillation, VMPO; around one of them: WithKL, WithEntropy,
+OffPolicyMask; from a function: Custom. As functions: the rest.
 """
 
 from arriero.components.losses.aggregation import Aggregation, sequence_weights
@@ -11,6 +11,7 @@ from arriero.components.losses.bounded import VMPO
 from arriero.components.losses.clipped import ClippedPolicyGradient, DecoupledPPO
 from arriero.components.losses.custom import Custom
 from arriero.components.losses.distillation import (
+    Divergence,
     OnPolicyDistillation,
     forward_kl,
     jensen_shannon,
@@ -24,7 +25,7 @@ from arriero.components.losses.importance import (
     of_mean_one,
 )
 from arriero.components.losses.likelihood import AWR, CrossEntropy, Reinforce
-from arriero.components.losses.loss import Bounded, ClipLow, DualClip, Facts, Loss, Need, facts
+from arriero.components.losses.loss import Bounded, ClipLow, Comparing, DualClip, Facts, Loss, Need, facts
 from arriero.components.losses.masking import OffPolicyMask
 from arriero.components.losses.penalty import WithEntropy, WithKL, kl_estimate, kl_penalty
 from arriero.components.losses.preference import DPO, KTO, bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
@@ -50,9 +51,11 @@ __all__ = [
     "Bounded",
     "ClipLow",
     "ClippedPolicyGradient",
+    "Comparing",
     "CrossEntropy",
     "Custom",
     "DecoupledPPO",
+    "Divergence",
     "DualClip",
     "Facts",
     "ImportanceWeight",

@@ -5,12 +5,12 @@ Shape suffix: T = trained tokens, V = vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import PositiveFloat
+from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from arriero.components.losses.loss import Need, full_precision, log_ratio, ratio, reference
+from arriero.components.losses.loss import Need, Unclipped, full_precision, log_ratio, ratio, reference
 from arriero.components.losses.penalty import kl_penalty
 
 if TYPE_CHECKING:
@@ -70,3 +70,36 @@ class OnPolicyDistillation:
 
     def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
         return ratio(log_ratio(logprobs_T, tokens)) > self.rho
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(Unclipped):
+    """How far the policy's whole distribution is from the teacher's, at each trained token.
+
+    kind: `forward`, `reverse` or `jsd` (with `beta`), as the functions say. Who sampled the tokens says where
+    the two are compared and not what comes out, so no ratio is needed on data of any age. Source: generalised
+    knowledge distillation, arXiv:2306.13649.
+    """
+
+    kind: Literal["forward", "reverse", "jsd"] = "reverse"
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    needs_behaviour: ClassVar[bool] = False
+    ratio_control: ClassVar[bool] = True
+    needs: ClassVar[frozenset[Need]] = frozenset({"divergence"})
+    policy_gradient: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.kind != "jsd" and self.beta != 0.5:
+            raise ValueError(f"beta={self.beta} isn't read by kind={self.kind!r}; it mixes what jsd compares")
+
+    def between(self, student_logits_TV: Tensor, teacher_logits_TV: Tensor) -> Tensor:
+        if self.kind == "jsd":
+            return jensen_shannon(student_logits_TV, teacher_logits_TV, beta=self.beta)
+        kl = forward_kl if self.kind == "forward" else reverse_kl
+        return kl(student_logits_TV, teacher_logits_TV)
+
+    def __call__(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
+        if tokens.divergence_T is None:
+            raise ValueError("this loss needs the divergence from a teacher, which the trainer computes")
+        full_precision(tokens.divergence_T)
+        return tokens.divergence_T

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from arriero.components.packing import PackedTokens
 
-Need: TypeAlias = Literal["proximal", "reference", "entropy", "multiplier"]
+Need: TypeAlias = Literal["proximal", "reference", "entropy", "divergence", "multiplier"]
 
 # Limits of a ratio: at least 1 - low, and a factor above 1 where a dual clip is set.
 ClipLow: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
@@ -66,7 +66,8 @@ class Facts:
 
     needs: what `PackedTokens` must hold beyond advantages and behaviour. proximal: log-probabilities at the
     weights before the first update on the batch; reference: those of a fixed model; entropy: of the policy
-    at each token, with gradient; multiplier: a number that is learned beside the weights, see `Bounded`.
+    at each token, with gradient; divergence: from the trainer's teacher at each token, with gradient, see
+    `Comparing`; multiplier: a number that is learned beside the weights, see `Bounded`.
     together: how many samples in a row make one term (2 for pairs); they are never parted. policy_gradient:
     on fresh data its gradient is that of `-A log pi`.
     """
@@ -87,6 +88,15 @@ class Bounded(Protocol):
         ...
 
 
+@runtime_checkable
+class Comparing(Protocol):
+    """A loss of how far the policy is from a teacher, which the trainer holds beside it."""
+
+    def between(self, student_logits_TV: Tensor, teacher_logits_TV: Tensor) -> Tensor:
+        """The divergence [T], differentiable in the first; some of the tokens at a time."""
+        ...
+
+
 def facts(loss: Loss) -> Facts:
     """What `loss` says of itself, defaults where it says nothing; ValueError for an unknown need."""
     default = Facts()
@@ -95,6 +105,8 @@ def facts(loss: Loss) -> Facts:
         raise ValueError(f"{type(loss).__name__} needs {unknown}; there are {', '.join(get_args(Need))}")
     if "multiplier" in needs and not isinstance(loss, Bounded):
         raise ValueError(f"{type(loss).__name__} needs a multiplier; give it `multiplier` and `relearned`")
+    if "divergence" in needs and not isinstance(loss, Comparing):
+        raise ValueError(f"{type(loss).__name__} needs a divergence; give it `between`")
     return Facts(
         needs=needs,
         together=getattr(loss, "together", default.together),
