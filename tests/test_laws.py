@@ -230,7 +230,7 @@ class Misspelt(Reinforce):
 def test_an_unknown_need_is_refused_with_those_there_are() -> None:
     with pytest.raises(
         ValueError,
-        match=r"Misspelt needs \['refrence'\]; there are proximal, reference, entropy, divergence, multiplier",
+        match=r"needs \['refrence'\]; there are proximal, reference, entropy, divergence, multiplier",
     ):
         facts(Misspelt())
 
