@@ -344,6 +344,18 @@ async def test_the_greedy_rollout_is_a_baseline_and_is_not_trained_on() -> None:
     assert [int(s.tokens[0]) for s in batch.samples] == [0, 1]
 
 
+async def test_rewards_that_are_only_reported_drop_nothing() -> None:
+    component = GroupAdvantage(groups=2, baseline="none", rewards="reported")
+    groups = [scored(0, 1.0, ERROR, 0.0), scored(1, TIMEOUT, TIMEOUT)]
+    (batch,) = kept(await outputs(component.run(stream(groups, ScoredGroup))))
+    assert isinstance(batch, Batch)
+    assert [s.judged for s in batch.samples] == [True, False, True, False, False]
+    assert [s.reward for s in batch.samples if s.judged] == [1.0, 0.0]
+    assert not any(s.advantages.any() for s in batch.samples)
+    (problem,) = GroupAdvantage(groups=2, rewards="reported", whiten=True).problems(Alone())
+    assert "baseline=leave_one_out, whiten reads them; leave it out" in problem
+
+
 @pytest.mark.parametrize(
     ("scores", "said"),
     [((1, 0, ERROR), "no greedy rollout with a verdict"), ((ERROR, 1), "nothing is left to train on")],

@@ -24,6 +24,7 @@ from arriero.components.losses import AIPO, Divergence
 from arriero.components.optimizer import SGD
 from arriero.components.packing import Layout
 from arriero.components.placement import DevicePlacement
+from arriero.components.rewards import Function
 from arriero.components.sharding import whole
 from arriero.components.trainer import Trainer
 from arriero.components.training import TrainState
@@ -32,7 +33,7 @@ from arriero.engine.graph import Graph
 from arriero.launchers.cli import main
 from arriero.pipelines.aipo import AIPOConfig, aipo
 from arriero.pipelines.distill import DistillConfig, distill
-from arriero.schemas.messages import Sample
+from arriero.schemas.messages import Prompt, Rollout, Sample
 from tests.batches import random_batch
 from tests.drive import Alone
 from tests.inline_runs import peaked_model, policy_gradient_fields, saved, steps_of
@@ -180,6 +181,22 @@ def test_the_divergence_from_the_teacher_falls(kind: Kind, trained: str, tmp_pat
     steps = steps_of(graph, tmp_path / "run")
     assert np.mean([s["loss"] for s in steps[-3:]]) < 0.3 * steps[0]["loss"]
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.3  # what the teacher has learned, and nobody told it
+
+
+def silent(prompt: Prompt, rollout: Rollout) -> float:
+    """A reward that fails for each second response."""
+    if rollout.seed % 2:
+        raise ZeroDivisionError("no verdict")
+    return 1.0
+
+
+def test_a_response_without_a_verdict_is_learned_from_all_the_same(trained: str, tmp_path: Path) -> None:
+    fields = policy_gradient_fields(tmp_path, samples=4, slots=32, steps=2)
+    judged = steps_of(distill(DistillConfig(**fields, teacher=trained)), tmp_path / "judged")
+    fields["reward"] = Function(function=silent, isolate=False)
+    steps = steps_of(distill(DistillConfig(**fields, teacher=trained)), tmp_path / "silent")
+    assert [(s["tokens"], s["loss"]) for s in steps] == [(s["tokens"], s["loss"]) for s in judged]
+    assert [s["reward"] for s in steps] == [1.0, 1.0]  # of those that were judged
 
 
 def command(path: Path, *words: str) -> list[str]:

@@ -28,6 +28,7 @@ from arriero.schemas.messages import Batch, Dropped, Outcome, Rollout, Sample, S
 log = logging.getLogger(__name__)
 
 _EPS = 1e-6  # verl's; TRL has 1e-4
+_VERDICTS = (Outcome.OK, Outcome.WRONG)
 
 
 @runtime_checkable
@@ -58,9 +59,10 @@ class GroupAdvantage:
     """Batches of `groups` scored groups, one sample per rollout, its advantage on every sampled token.
 
     Rollouts without a verdict (error, timeout) count neither in the baseline nor in the batch; a group that
-    is then too small for its baseline is dropped as invalid. Held-out groups are dropped as filtered. The
-    baseline `greedy` is the reward of the group's greedy rollout (ReMax, arXiv:2310.10505), which is never in
-    the batch itself.
+    is then too small for its baseline is dropped as invalid. With rewards `reported` nothing is learned from
+    them: every rollout is in the batch, verdict or not, with advantage 0. Held-out groups are dropped as
+    filtered. The baseline `greedy` is the reward of the group's greedy rollout (ReMax, arXiv:2310.10505),
+    which is never in the batch itself.
 
     filter_constant drops groups whose raw rewards, before penalties and shaping, are all equal: dynamic
     sampling (DAPO, arXiv:2503.14476, section 3.2). truncated: a response that ended at the limit of tokens is
@@ -85,6 +87,7 @@ class GroupAdvantage:
     best: BestSamples | None = None
     filter_constant: bool = False
     truncated: Literal["train", "baseline_only"] = "train"
+    rewards: Literal["learned", "reported"] = "learned"
     drop_last: bool = False  # the part of a batch at the end of the stream
 
     def rates(self) -> Rates:
@@ -100,7 +103,19 @@ class GroupAdvantage:
             yield f"eps={self.eps} is added to a deviation, but std is false; leave it out"
         if self.whiten and self.best:
             yield "whiten=True and best are two scales for one batch; leave one of them out"
+        if self.rewards == "reported" and (read := self._reading_rewards()):
+            yield f"rewards=reported are in no advantage, but {read} reads them; leave it out"
         yield from self._about_greedy(view)
+
+    def _reading_rewards(self) -> str:
+        """What is configured to look at rewards or advantages; empty for nothing."""
+        options = {
+            f"baseline={self.baseline}": self.baseline != "none",
+            "std": self.std, "whiten": self.whiten, "filter_constant": self.filter_constant,
+            f"best={self.best}": self.best is not None,
+            f"truncated={self.truncated}": self.truncated != "train",
+        }  # fmt: skip
+        return ", ".join(name for name, used in options.items() if used)
 
     def _about_greedy(self, view: GraphView) -> Iterable[str]:
         """Greedy rollouts without a use, or a use without them."""
@@ -151,6 +166,8 @@ class GroupAdvantage:
         if record.group.prompt.split == "eval":
             return Dropped(parent=record.id, reason="filtered", detail="held out: never trained on")
         usable, first = _with_verdict(record)
+        if self.rewards == "reported":
+            usable = list(zip(record.group.rollouts, record.scores, strict=True))
         greedy = [score.value for rollout, score in usable if rollout.greedy]
         usable = [(rollout, score) for rollout, score in usable if not rollout.greedy]
         if why := self._too_small(len(usable)):
@@ -165,7 +182,7 @@ class GroupAdvantage:
             return Dropped(
                 parent=record.id, reason="filtered", detail=f"all rewards are {raw[0]}", right_share=right
             )
-        rewards = [score.value for _, score in usable]
+        rewards = [score.value if self.rewards == "learned" else 0.0 for _, score in usable]
         if self.baseline == "greedy":
             # The reward comes with the last token, so all of it is still to come at every one.
             advantages = np.concatenate([remax_advantage([reward], greedy[0]) for reward in rewards])
@@ -197,8 +214,8 @@ class GroupAdvantage:
 def _with_verdict(record: ScoredGroup) -> tuple[list[tuple[Rollout, Score]], str]:
     """Rollouts with the scores that are verdicts, and what the first other score says; others are counted."""
     pairs = list(zip(record.group.rollouts, record.scores, strict=True))
-    usable = [pair for pair in pairs if pair[1].outcome in (Outcome.OK, Outcome.WRONG)]
-    others = [score for _, score in pairs if score.outcome not in (Outcome.OK, Outcome.WRONG)]
+    usable = [pair for pair in pairs if pair[1].outcome in _VERDICTS]
+    others = [score for _, score in pairs if score.outcome not in _VERDICTS]
     if not others:
         return usable, ""
     count("rollouts_without_verdict", len(others))
@@ -226,6 +243,7 @@ def _sample(record: ScoredGroup, rollout: Rollout, score: Score, advantage: floa
         turns=score.turns,
         truncated=rollout.finish == "length",
         right=score.outcome is Outcome.OK,
+        judged=score.outcome in _VERDICTS,
         origin=_origin(record),
     )
 

@@ -157,14 +157,14 @@ def over_updates(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def reward_spread(samples: Sequence[Sample]) -> float:
     """Standard deviation of the rewards of a prompt's group, mean over groups; of all, if each has one.
 
-    Samples without a trained token don't count.
+    Samples without a trained token or without a verdict don't count; 0 without any.
     """
     groups: dict[str, list[float]] = {}
     for s in samples:
-        if s.mask.any():
+        if s.mask.any() and s.judged:
             groups.setdefault(s.group, []).append(s.reward)
     apart = [g for g in groups.values() if len(g) > 1] or [[r for g in groups.values() for r in g]]
-    return fmean(pstdev(g) for g in apart)
+    return fmean(pstdev(g) for g in apart if g) if groups else 0.0
 
 
 def _max(values: Tensor) -> Tensor:

@@ -128,8 +128,9 @@ class TrainState:
             ]
         )
         self.version += 1
-        if off_policy:
-            metrics["reward"] = float(np.mean([s.reward for s in batch.samples]))
+        judged = [s.reward for s in batch.samples if s.judged]
+        if off_policy and judged:
+            metrics["reward"] = float(np.mean(judged))
             metrics["reward_std"] = reward_spread(batch.samples)
         return metrics
 

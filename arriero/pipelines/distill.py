@@ -44,7 +44,9 @@ def distill(cfg: DistillConfig) -> Graph:
     prompts = g.add(cfg.data, name="prompts")()
     rollouts = g.add(cfg.generator(), replicas=cfg.generators)(prompts, weights)
     scored = g.add(cfg.reward, name="reward", replicas=cfg.rewards)(rollouts)
-    batcher = GroupAdvantage(groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="none")
+    batcher = GroupAdvantage(
+        groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="none", rewards="reported"
+    )
     batches = g.add(batcher, name="batch")(scored)
     if cfg.divergence == "sampled":
         teacher = ReferenceLogprobs(model=cfg.teacher, token_budget=cfg.token_budget)

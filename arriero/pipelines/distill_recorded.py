@@ -37,7 +37,8 @@ def distill_recorded(cfg: DistillRecordedConfig) -> Graph:
     """Nothing is sampled: the further `model` is from the policy of the record, the fewer tokens count."""
     g = Graph("distillrecorded")
     recorded = g.add(cfg.data, name="recorded")()
-    batches = g.add(GroupAdvantage(groups=cfg.groups_per_step, baseline="none"), name="batch")(recorded)
+    batcher = GroupAdvantage(groups=cfg.groups_per_step, baseline="none", rewards="reported")
+    batches = g.add(batcher, name="batch")(recorded)
     teacher = ReferenceLogprobs(model=cfg.teacher, token_budget=cfg.token_budget)
     read = g.add(teacher, name="teacher")(batches)
     trainer = Trainer(

@@ -205,7 +205,7 @@ class Sample(Message):
     `advantages` [L] float32 is finite everywhere; `logprobs` and `versions` are None for supervised data,
     else as in `Rollout`. `reference` is as `logprobs`, of a fixed model; None if none has read the sample.
     `truncated`: the response ended at the limit of tokens, so something would have come after it. `right`:
-    the reward's outcome was `ok`. `turns`:
+    the reward's outcome was `ok`; `judged`: it was a verdict, and `reward` is one. `turns`:
     the parts of the reward that each turn of the policy earned, if they are known apart. `replayed`: it comes
     from a replay buffer, which gives it out without regard to its age.
     `group` is the id of the record it came from, so that a whole group can be dropped from a batch.
@@ -223,6 +223,7 @@ class Sample(Message):
     turns: tuple[FiniteFloat, ...] = ()
     truncated: bool = False
     right: bool = False
+    judged: bool = True
     replayed: bool = False
     origin: int = -1
 
