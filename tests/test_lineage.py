@@ -24,7 +24,7 @@ from arriero.engine.lineage.content import SALT_BYTES, prompt_text
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.writer import LineageWriter, Seen
 from arriero.schemas.lineage import BatchEntry, Committed, GroupEntry, RunEntry, ScoresEntry, WeightsEntry
-from arriero.schemas.messages import Batch, Example, RolloutGroup, Said, ScoredGroup, Weights
+from arriero.schemas.messages import Batch, Example, Message, Record, RolloutGroup, Said, ScoredGroup, Weights
 from tests import records
 from tests.lineage_runs import OPENED, batch_of_groups, scored_group
 
@@ -64,7 +64,7 @@ def test_every_field_of_a_record_has_a_place_in_its_entry() -> None:
         "samples",
         "manifest",
     }  # taken apart further; bytes by their hash
-    kept = {
+    kept: dict[type[Record], type[Message]] = {
         RolloutGroup: GroupEntry, ScoredGroup: ScoresEntry, Batch: BatchEntry, Weights: WeightsEntry,
     }  # fmt: skip
     for record, entry in kept.items():

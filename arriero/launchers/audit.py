@@ -6,22 +6,22 @@ Exit code 0 if nothing was found, 1 if something was, 2 if there is nothing to a
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from arriero.engine.errors import UserError
+from arriero.engine.errors import GraphError, UserError
 from arriero.engine.graph import Graph
-from arriero.engine.lineage.audit import Finding, checks
+from arriero.engine.lineage.audit import checks
+from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
+from arriero.launchers.audited_files import FILES, files, heads, is_run, readable, versions_of_rewards
 from arriero.launchers.inheritance import inherited
 from arriero.launchers.lineage import opened
 from arriero.launchers.recomputing import recomputed
 from arriero.launchers.rundir import RunDir
-from arriero.launchers.stamping import stamps
-from arriero.schemas.ledger import EVENT
+from arriero.schemas.graph import GraphSpec
 
 USAGE = """\
 usage: arriero audit RUN [--head HASH] [--rescore] [--json]
@@ -56,6 +56,8 @@ def audit(args: Sequence[str], show: Callable[[str], int]) -> int:
     rest = [word for word in rest if word not in ("--json", "--rescore")]
     if rest[:1] == ["--head"] and len(rest) == 2:
         head = rest[1]
+    elif len(rest) == 1 and rest[0].startswith("--head="):
+        head = rest[0].partition("=")[2]
     elif rest:
         raise UserError(f"unknown option {rest[0]}; see arriero audit --help")
     report = audited(place, head=head, rescore=rescore)
@@ -68,27 +70,38 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
     record = opened(place)
     report = Report(run=place, head=record.anchor.head)
     run = RunDir(Path(place))
-    graph = Graph.from_spec(run.read_graph()) if run.graph.exists() else None
-    spec = run.read_graph() if graph else None
+    spec = readable(run.read_graph)
     staleness = max((loop.staleness for loop in spec.loops), default=None) if spec else None
-    found = checks(staleness=staleness)
-    for name, check in found.items():
+    producers = {loop.name: loop.producer for loop in spec.loops} if spec else {}
+    for name, check in checks(staleness=staleness, producers=producers).items():
         report.findings += check(record)
         report.done[name] = _went_through(record, name)
-    report.findings += _heads(record, run, head)
-    if spec is None or graph is None:
+    report.findings += heads(record, run, head)
+    if not is_run(run):
         report.left.append(
             "files, staleness bound, rewards and advantages: there is no run directory beside the record"
         )
         return report
-    report.findings += _files(record, run)
-    report.done["files"] = "graph, manifest, options, ledger, summary, model"
-    if run.manifest.exists():
-        count, wrong, unseen = inherited(record, run.read_manifest().ancestors)
-        report.findings += wrong
+    report.findings += files(record, run)
+    report.done["files"] = FILES
+    if (manifest := readable(run.read_manifest)) is not None:
+        count, wrong, unseen = inherited(record, manifest.ancestors)
+        report.findings += [*wrong, *versions_of_rewards(record, manifest)]
         report.left += unseen
         if count:
             report.done["inherited"] = f"{count} groups of other runs"
+    if spec is not None:
+        _compute(report, record, spec, rescore=rescore)
+    return report
+
+
+def _compute(report: Report, record: Lineage, spec: GraphSpec, *, rescore: bool) -> None:
+    """Rewards and advantages, if the components of the graph are still there."""
+    try:
+        graph = Graph.from_spec(spec)
+    except GraphError as error:
+        report.left.append(f"rewards and advantages: {error}")
+        return
     for name, told, findings, left in asyncio.run(recomputed(record, spec, graph, rescore=rescore)):
         report.findings += findings
         if name.startswith("rewards of"):
@@ -96,14 +109,14 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
         report.left += left
         if told:
             report.done[name] = told
-    return report
 
 
 def _steps_of(record: Lineage, rollouts: set[str]) -> list[int]:
     """The versions that these rollouts (`group/number`) went into."""
     found: set[int] = set()
     for step in record.steps:
-        entry = record.batches[step.batch]
+        if (entry := record.batches.get(step.batch)) is None:
+            continue  # told by `steps`
         ids = {
             f"{record.groups[entry.groups[g]].id}/{r}"
             for g, r in zip(entry.group, entry.rollout, strict=True)
@@ -124,50 +137,8 @@ def _went_through(record: Lineage, check: str) -> str:
         "steps": f"{len(record.steps)} steps",
         "tokens": f"{sum(s.tokens for s in record.steps)} tokens",
         "weights": f"{len(record.weights)} versions",
+        "held out": f"{len(record.evaluated)} prompts",
     }[check]
-
-
-def _heads(record: Lineage, run: RunDir, head: str) -> Iterator[Finding]:
-    """The head against those that were kept: in the summary, and by whoever asks."""
-    told = {"--head": head}
-    if run.summary.exists() and (anchor := run.read_summary().lineage) is not None:
-        told["summary.json"] = anchor.head
-    known = {a.head for a in record.ends} | {record.anchor.head}
-    for where, kept in told.items():
-        if kept and kept not in known:
-            yield Finding(
-                check="chain",
-                where=where,
-                what=f"names head {kept[:12]}, the record never ended with it, but with {_ends(record)}",
-            )
-
-
-def _ends(record: Lineage) -> str:
-    return ", ".join(a.head[:12] for a in record.ends or [record.anchor])
-
-
-def _files(record: Lineage, run: RunDir) -> Iterator[Finding]:
-    """The files of the run directory against the first entry, and the ledger against its events."""
-    first = record.opened
-    if first is None:
-        return
-    for path, digest in ((run.manifest, first.manifest_sha256), (run.options, first.options_sha256)):
-        now = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
-        if now != digest:
-            yield Finding(check="files", where=path.name, what="isn't as it was when the run began")
-    # From the text, not the parsed graph: a later arriero may have added a field to it.
-    graph = json.dumps(json.loads(run.graph.read_bytes()), sort_keys=True, separators=(",", ":"))
-    if hashlib.sha256(graph.encode()).hexdigest() != first.graph_digest:
-        yield Finding(check="files", where="graph.json", what="isn't the graph that was run")
-    known = {a.head for a in record.ends}
-    for name, head in stamps(run.model).items():
-        if head not in known:
-            what = f"names head {head[:12]}, the record never ended with it: these weights are of another run"
-            yield Finding(check="files", where=f"model/{name}", what=what)
-    if run.ledger.exists():
-        lines = [EVENT.validate_json(line) for line in run.ledger.read_text().splitlines()]
-        if lines != record.events:
-            yield Finding(check="files", where="ledger.jsonl", what="isn't the ledger that is on record")
 
 
 def _text(report: Report) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from arriero.engine.lineage.audit import Finding
 from arriero.engine.lineage.chain import ChainError, lines
+from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.schemas.lineage import GroupEntry
 from arriero.schemas.manifest import Ancestor

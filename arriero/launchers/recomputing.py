@@ -10,7 +10,7 @@ from arriero.components.advantage import GroupAdvantage
 from arriero.components.rewards import LlmJudge, RewardModel, RolloutReward, WeightedSum, reward_version
 from arriero.engine.codec import encode
 from arriero.engine.graph import Graph
-from arriero.engine.lineage.audit import Finding
+from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.stream import Stream
 from arriero.schemas.graph import GraphSpec
@@ -42,6 +42,7 @@ async def _rewards(record: Lineage, node: str, component: object, *, rescore: bo
     name = f"rewards of {node}"
     scored = [(k, g) for k, g in record.groups.items() if g.edge == node and g.scores]
     groups = [g for k, g in scored if k not in record.redacted]
+    gone = len(scored) - len(groups)
     if why := _not_again(component):
         return name, "", [], [f"{name}: {why}"]
     reward = cast("RolloutReward", component)
@@ -53,7 +54,7 @@ async def _rewards(record: Lineage, node: str, component: object, *, rescore: bo
         told = f"{len(other)} groups scored by version {theirs}, here is {version}; see --rescore"
         left.append(f"{name}: {told}")
         groups = [g for g in groups if g not in other]
-    if gone := len(scored) - len(groups):
+    if gone:
         left.append(f"{name}: {gone} groups are redacted")
     findings: list[Finding] = []
     count = 0
@@ -69,6 +70,9 @@ async def _rewards(record: Lineage, node: str, component: object, *, rescore: bo
             assert isinstance(whole, ScoredGroup)
             for k, (rollout, then) in enumerate(zip(whole.group.rollouts, whole.scores, strict=True)):
                 if then.outcome not in _VERDICTS:
+                    if then.value:
+                        what = f"reward {then.value} without a verdict ({then.outcome}), which counts as 0"
+                        findings.append(Finding(check=name, where=f"{entry.id}/{k}", what=what))
                     continue
                 now = await scorer.score(whole.group.prompt, rollout)
                 count += 1

@@ -13,7 +13,7 @@ from arriero.engine.lineage.writer import LineageWriter
 from arriero.launchers.failures import Failure, raised
 from arriero.launchers.resuming import read_history
 from arriero.launchers.rundir import RunDir
-from arriero.launchers.stamping import stamp
+from arriero.launchers.stamping import model_sha256, stamp
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Event
 from arriero.schemas.lineage import Anchor, Opened, RunEntry, RunState
@@ -65,7 +65,7 @@ class Recording:
 
     def seal(self, state: RunState) -> Anchor:
         """The last entry; the head of the chain, in the model's files too. OSError if it can't be written."""
-        anchor = self._recorder.seal(state)
+        anchor = self._recorder.seal(state, model_sha256(self._run.model))
         stamp(self._run.model, anchor.head)
         return anchor
 

@@ -237,15 +237,22 @@ def step_line(event: Trained, vitals: Vitals) -> Line:
     return {
         "step": event.version,
         "time": time.time(),
+        **measured(event),
+        "queues": dict[str, Number](vitals.queues()),
+        "roles": roles(vitals),
+        "nodes": nodes(vitals),
+    }
+
+
+def measured(event: Trained) -> dict[str, Number]:
+    """What of its line the ledger knows."""
+    return {
         "reward": event.reward_mean,
         "loss": _finite(event.metrics.get("loss")),
         **{k: _finite(v) for k, v in event.metrics.items() if k != "loss"},
         "staleness_max": event.staleness_max,
         "staleness_mean": event.staleness_mean,
         "tokens": event.tokens,
-        "queues": dict[str, Number](vitals.queues()),
-        "roles": roles(vitals),
-        "nodes": nodes(vitals),
     }
 
 

@@ -6,14 +6,18 @@ overwritten in place; the tensors don't move.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 from arriero.schemas.lineage import HEAD, NO_HEAD
 
 _LENGTH = 8  # bytes of the length of the header, little-endian
 _MOST = 100 << 20  # of a header, as safetensors limits it
+_STAMPED = re.compile(f'("{HEAD}":")[0-9a-f]{{{len(NO_HEAD)}}}'.encode())
+_BLOCK = 1 << 20
 
 
 def stamp(model: Path, head: str) -> None:
@@ -34,10 +38,31 @@ def stamps(model: Path) -> dict[str, str]:
     """The head that each file names; files without one, or with room for one only, are left out."""
     found: dict[str, str] = {}
     for path in sorted(model.glob("*.safetensors")):
-        metadata: dict[str, str] = json.loads(_header(path) or b"{}").get("__metadata__", {})
+        try:
+            metadata: dict[str, str] = json.loads(_header(path) or b"{}").get("__metadata__", {})
+        except ValueError:  # no safetensors
+            continue
         if (head := metadata.get(HEAD, NO_HEAD)) != NO_HEAD:
             found[path.name] = head
     return found
+
+
+def model_sha256(model: Path) -> dict[str, str]:
+    """Of each file of the directory, by name; of one that names a head, as it was before it was stamped."""
+    files = sorted(path for path in model.glob("*") if path.is_file())
+    return {path.name: _unstamped_sha256(path) for path in files}
+
+
+def _unstamped_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            size = file.read(_LENGTH)
+            header = file.read(min(int.from_bytes(size, "little"), _MOST))
+            digest.update(size + _STAMPED.sub(b"\\g<1>" + NO_HEAD.encode(), header))
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _header(path: Path) -> bytes:

@@ -209,10 +209,15 @@ class Redacted(Message):
 
 
 class Closed(Message):
-    """The run is over, and nothing is missing from its record."""
+    """The run is over, and nothing is missing from its record.
+
+    `model`: SHA-256 of the files of the model that it left, by name; of a file with room for the head of the
+    chain, as it was with zeros there.
+    """
 
     kind: Literal["closed"] = "closed"
     state: RunState
+    model: dict[str, Digest] = Field(default_factory=dict)
 
 
 Entry = Annotated[

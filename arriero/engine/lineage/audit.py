@@ -9,6 +9,7 @@
 | `steps`   | versions follow each other; each from the batch that is recorded, of the groups it names       |
 | `tokens`  | no token of a step is staler than the bound, or sampled by a version that wasn't there         |
 | `weights` | one version after the other, each made by the step that says so, with the measures of it       |
+| `held out` | what came back of every held-out prompt is what its recorded group says                       |
 
 A chain proves that nothing was changed by anybody who couldn't write all of it anew. Whoever could has to
 make all of the above agree, and `head` differ from the one that was kept elsewhere.
@@ -18,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from pydantic import ValidationError
@@ -36,35 +36,26 @@ from arriero.engine.lineage.content import (
     sha256,
     some,
 )
+from arriero.engine.lineage.findings import Check, Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.tables import origins_of
+from arriero.engine.lineage.version_checks import held_out_prompts, tokens, weights, whole_batch
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.schemas.ledger import Trained
 from arriero.schemas.lineage import BatchEntry, GroupEntry
 from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something that isn't as it must be."""
-
-    check: str
-    where: str
-    what: str
-
-
-Check = Callable[[Lineage], Iterator[Finding]]
-
-
-def checks(*, staleness: int | None) -> dict[str, Check]:
-    """All checks by name; `staleness` is the graph's bound (None: no loop)."""
+def checks(*, staleness: int | None, producers: Mapping[str, str]) -> dict[str, Check]:
+    """All checks by name; `staleness` is the graph's bound (None: no loop), `producers` the node by loop."""
     return {
         "chain": _chain,
         "ledger": _ledger,
         "content": _content,
         "steps": _steps,
-        "tokens": lambda record: _tokens(record, staleness),
-        "weights": _weights,
+        "tokens": lambda record: tokens(record, staleness),
+        "weights": lambda record: weights(record, producers),
+        "held out": held_out_prompts,
     }
 
 
@@ -124,7 +115,11 @@ def _content(record: Lineage) -> Iterator[Finding]:
         elif name not in record.redacted:
             yield from _valid_group(record, name)
     for name, other in record.records.items():
-        text = record.text(other.text)
+        try:
+            text = record.text(other.text)
+        except (KeyError, ValueError, OSError) as error:
+            yield Finding(check="content", where=name, what=f"its text can't be read: {error!r:.120}")
+            continue
         if name in record.redacted and any(text):
             yield Finding(check="content", where=name, what="is said to be redacted, and its text is there")
         elif name not in record.redacted and sha256(text) != other.text_sha256:
@@ -180,19 +175,12 @@ def _steps(record: Lineage) -> Iterator[Finding]:
         where = f"step {step.version} of {step.node}"
         if step.version != made[step.node]:
             yield Finding(check="steps", where=where, what=f"comes where step {made[step.node]} is due")
-        if (batch := _batch(record, step.batch)) is None:
+        if (batch := whole_batch(record, step.batch)) is None:
             yield Finding(
                 check="steps", where=where, what=f"its batch {step.batch} isn't whole in the record"
             )
             continue
         yield from _batch_findings(record, step, batch, where)
-
-
-def _batch(record: Lineage, name: str) -> Batch | None:
-    try:
-        return record.batch(name)
-    except (KeyError, ValueError, IndexError, OSError):
-        return None
 
 
 def _batch_findings(record: Lineage, step: Trained, batch: Batch, where: str) -> Iterator[Finding]:
@@ -231,61 +219,9 @@ def _changed_batch(record: Lineage, entry: BatchEntry) -> str:
         return "the arrays of its batch (advantages, ...), or its groups, were changed"
     if entry.id in record.redacted:
         return ""
-    now = batch_tokens_sha256(own, record.reference(entry), record.text(entry.salt))
+    try:
+        salt = record.text(entry.salt)
+    except (KeyError, ValueError, OSError) as error:
+        return f"the salt of its batch can't be read: {error!r:.120}"
+    now = batch_tokens_sha256(own, record.reference(entry), salt)
     return "the own tokens of its batch, or reference log-probs, were changed" * (now != entry.tokens_sha256)
-
-
-def _tokens(record: Lineage, bound: int | None) -> Iterator[Finding]:
-    for step in record.steps:
-        if (_batch(record, step.batch)) is None:
-            continue  # told by `steps`
-        where, replaced = f"step {step.version} of {step.node}", step.version - 1
-        samples = record.trained_batch(step).samples
-        versions = [s.versions[s.mask] for s in samples if s.versions is not None and not s.replayed]
-        found = np.concatenate(versions) if versions else np.zeros(0, np.int32)
-        if not found.size:
-            continue
-        if bound is not None and int(found.max()) > replaced:
-            yield Finding(
-                check="tokens", where=where, what=f"a token of version {found.max()} replaced {replaced}"
-            )
-        stale = max(replaced - int(found.min()), 0)
-        if bound is not None and stale > bound:
-            yield Finding(
-                check="tokens", where=where, what=f"a token is {stale} versions old, the bound is {bound}"
-            )
-        if len(versions) == len(samples) and stale != step.staleness_max:
-            yield Finding(
-                check="tokens", where=where, what=f"says a staleness of {step.staleness_max}, it is {stale}"
-            )
-
-
-def _weights(record: Lineage) -> Iterator[Finding]:
-    steps = {(s.node, s.version): s for s in record.steps}
-    made: Counter[str] = Counter()
-    for w in record.weights:
-        where = f"version {w.version} of {w.loop}"
-        if w.version != made[w.loop]:
-            yield Finding(check="weights", where=where, what=f"comes where version {made[w.loop]} is due")
-        made[w.loop] += 1
-        step = next((s for (_, version), s in steps.items() if version == w.version), None)
-        if not w.version:
-            continue
-        if step is None:
-            yield Finding(check="weights", where=where, what="no step made it")
-        elif w.parents != (step.batch,):
-            yield Finding(
-                check="weights", where=where, what=f"comes from {w.parents}, its step from {step.batch}"
-            )
-        elif not _same(w.metrics, step.metrics):
-            yield Finding(check="weights", where=where, what="its measures aren't those of its step")
-    newest = max((w.version for w in record.weights), default=None)
-    for name, g in record.groups.items():
-        if newest is not None and max(g.newest, default=-1) > newest:
-            yield Finding(
-                check="weights", where=name, what=f"was sampled by version {max(g.newest)}, which there isn't"
-            )
-
-
-def _same(a: dict[str, float], b: dict[str, float]) -> bool:
-    return a.keys() == b.keys() and all(a[k] == b[k] or (a[k] != a[k] and b[k] != b[k]) for k in a)

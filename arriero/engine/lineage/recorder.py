@@ -16,7 +16,7 @@ together. What no batch will name (held-out prompts, dropped groups, other recor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -138,9 +138,9 @@ class Recorder:
                 return True
         return False
 
-    def seal(self, state: RunState) -> Anchor:
-        """The run is over: store what is left; the head of the chain."""
-        return self._writer.close(state, [*self._other, *_seen(self._held.values())])
+    def seal(self, state: RunState, model: Mapping[str, str]) -> Anchor:
+        """The run is over, and left the files `model`: store what is left; the head of the chain."""
+        return self._writer.close(state, [*self._other, *_seen(self._held.values())], model=model)
 
     # --- what comes ---------------------------------------------------------------------------------------
 

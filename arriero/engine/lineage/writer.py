@@ -7,7 +7,7 @@ and by then all content that it names is stored. The next writer takes up there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,10 +114,15 @@ class LineageWriter:
             known.place = known.at(starts)
             _keep(self._groups, name, known)
 
-    def close(self, state: RunState, items: Sequence[Item] = ()) -> Anchor:
-        """The last commit, which says that the run is over; the head to be kept elsewhere."""
+    def close(
+        self, state: RunState, items: Sequence[Item] = (), *, model: Mapping[str, str] | None = None
+    ) -> Anchor:
+        """The last commit, which says that the run is over; the head to be kept elsewhere.
+
+        `model`: hashes of the model's files, see `Closed`.
+        """
         self.commit(items)
-        self._write([Closed(state=state)])
+        self._write([Closed(state=state, model=dict(model or {}))])
         return self.anchor
 
     def _write(self, entries: Sequence[Entry]) -> None:
