@@ -20,7 +20,9 @@ from arriero.components.forward import PolicyForward
 from arriero.components.optimizer import AdamW
 from arriero.components.policy import load_policy, sample_logprobs
 from arriero.components.preferences import Preference, PreferenceBatch, PreferenceSource
+from arriero.engine.graph import Graph
 from arriero.pipelines.dpo import DPOConfig, dpo
+from arriero.pipelines.kto import KTOConfig, kto
 from arriero.schemas.messages import Batch
 from tests.drive import dropped, kept, outputs, stream
 from tests.inline_runs import steps_of, tiny_model
@@ -100,5 +102,27 @@ def test_dpo_learns_which_response_is_chosen_also_on_prompts_it_has_not_seen(
     # Before the first update the policy is its reference: log 2, or the square of the target 1 / (2 beta).
     assert steps[0]["loss"] == pytest.approx(before, abs=1e-5)
     assert steps[-1]["loss"] < 0.5 * before
+    margin = asyncio.run(margins(str(tmp_path / "run" / "model"), model, held_out))
+    assert (margin > 0).mean() > 0.9
+
+
+def test_kto_learns_which_response_is_liked_also_on_prompts_it_has_not_seen(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "tiny")
+    train = write_pairs(tmp_path / "train.jsonl", range(0, 100, 3))
+    held_out = write_pairs(tmp_path / "held_out.jsonl", range(1, 100, 3))
+    config = KTOConfig(
+        model=model,
+        data=PreferenceSource(path=str(train)),
+        steps=25,
+        pairs_per_step=16,
+        optimizer=AdamW(lr=5e-3),
+    )
+    graph = kto(config)
+    spec = graph.check()
+    assert Graph.from_spec(spec).check().digest == spec.digest
+    steps = steps_of(graph, tmp_path / "run")
+    # Before the first update the policy is its reference: 1 - sigmoid(0) for each.
+    assert steps[0]["loss"] == pytest.approx(0.5, abs=1e-5)
+    assert steps[-1]["loss"] < 0.35
     margin = asyncio.run(margins(str(tmp_path / "run" / "model"), model, held_out))
     assert (margin > 0).mean() > 0.9

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from arriero.components.losses import AIPO, DPO, VMPO, DecoupledPPO, ImportanceWeight, WithKL
+from arriero.components.losses import AIPO, DPO, KTO, VMPO, DecoupledPPO, ImportanceWeight, WithKL
 from arriero.components.policy import load_policy
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.trainer import Trainer
@@ -57,7 +57,8 @@ async def test_a_reference_with_a_smaller_vocabulary_is_refused(tmp_path: Path) 
     ("trainer", "problem"),
     [
         (Trainer(model="m", loss=WithKL(loss=AIPO(), beta=0.1), steps=1), "put a ReferenceLogprobs before"),
-        (Trainer(model="m", loss=DPO(), steps=1), "use sequence_mean"),
+        (Trainer(model="m", loss=DPO(), steps=1), "weighs the pairs of DPO by length; use sequence_mean"),
+        (Trainer(model="m", loss=KTO(), steps=1), "weighs the responses of KTO by length"),
         (Trainer(model="m", loss=AIPO(), steps=1, horizon=8), "doesn't read horizon=8"),
         (
             Trainer(model="m", loss=DecoupledPPO(weight=ImportanceWeight()), steps=1),

@@ -115,8 +115,9 @@ class Trainer:
         yield from self._about_teacher("divergence" in wants.needs)
         if wants.needs & {"proximal", "multiplier"} and self.minibatches * self.epochs == 1:
             yield f"{loss} limits what later updates on a batch change; set minibatches or epochs above 1"
-        if wants.together > 1 and self.aggregation != "sequence_mean":
-            yield (f"aggregation={self.aggregation} weighs the pairs of {loss} by length; use sequence_mean")
+        if wants.by_sequence and self.aggregation != "sequence_mean":
+            what = "pairs" if wants.together > 1 else "responses"
+            yield f"aggregation={self.aggregation} weighs the {what} of {loss} by length; use sequence_mean"
 
     def _about_teacher(self, wanted: bool) -> Iterable[str]:
         if self.teacher is None:

@@ -68,12 +68,14 @@ class Facts:
     weights before the first update on the batch; reference: those of a fixed model; entropy: of the policy
     at each token, with gradient; divergence: from the trainer's teacher at each token, with gradient, see
     `Comparing`; multiplier: a number that is learned beside the weights, see `Bounded`.
-    together: how many samples in a row make one term (2 for pairs); they are never parted. policy_gradient:
-    on fresh data its gradient is that of `-A log pi`.
+    together: how many samples in a row make one term (2 for pairs); they are never parted. by_sequence: every
+    token has the loss of its whole sequence or pair. policy_gradient: on fresh data its gradient is that of
+    `-A log pi`.
     """
 
     needs: frozenset[Need] = frozenset()
     together: int = 1
+    by_sequence: bool = False
     policy_gradient: bool = True
 
 
@@ -110,6 +112,7 @@ def facts(loss: Loss) -> Facts:
     return Facts(
         needs=needs,
         together=getattr(loss, "together", default.together),
+        by_sequence=getattr(loss, "by_sequence", default.by_sequence),
         policy_gradient=getattr(loss, "policy_gradient", default.policy_gradient),
     )
 
@@ -144,6 +147,10 @@ class Around(Loss):
     @property
     def together(self) -> int:
         return facts(self.loss).together
+
+    @property
+    def by_sequence(self) -> bool:
+        return facts(self.loss).by_sequence
 
     @property
     def policy_gradient(self) -> bool:

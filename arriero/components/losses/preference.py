@@ -80,6 +80,7 @@ class DPO(Unclipped):
     ratio_control: ClassVar[bool] = True
     needs: ClassVar[frozenset[Need]] = frozenset({"reference"})
     together: ClassVar[int] = 2
+    by_sequence: ClassVar[bool] = True
     policy_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class KTO(Unclipped):
     needs_behaviour: ClassVar[bool] = False
     ratio_control: ClassVar[bool] = True
     needs: ClassVar[frozenset[Need]] = frozenset({"reference"})
+    by_sequence: ClassVar[bool] = True
     policy_gradient: ClassVar[bool] = False
 
     def __call__(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
