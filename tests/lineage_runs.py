@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
 from arriero.components.rewards import ExactMatch
 from arriero.engine.graph import Evaluation, Graph
+from arriero.engine.lineage.spaces import Spaces
 from arriero.engine.lineage.writer import LineageWriter, Seen
 from arriero.engine.stream import Stream
 from arriero.launchers.launch import inline
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.rundir import RunDir, create
-from arriero.schemas.lineage import Opened
+from arriero.schemas.lineage import Opened, Place
 from arriero.schemas.manifest import Hardware, PipelineSource, RunManifest
 from arriero.schemas.messages import (
     Batch,
@@ -148,6 +151,16 @@ def recorded_run(path: Path, *, seed: int = 0) -> RunDir:
     run.begin(spec, options, manifest)
     assert inline(spec, options, run, LaunchOptions(quiet=True)) == 0
     return run
+
+
+def overwrite(url: str, space: str, place: Place, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Put other values where some stand in a record."""
+    for name, values in arrays.items():
+
+        def made(before: npt.NDArray[Any], values: npt.NDArray[Any] = values) -> npt.NDArray[Any]:
+            return values
+
+        Spaces(url).rewrite(f"{space}/{place.part}/{name}", [place], made)
 
 
 def main(url: str, first: int) -> None:

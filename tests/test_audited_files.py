@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -9,13 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from arriero.engine.lineage.chain import head_of
+from arriero.engine.lineage.chain import Chain, head_of
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.audit import audited
+from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir, write_json
 from arriero.launchers.stamping import model_sha256, stamp
 from arriero.schemas.ledger import Evaluated
-from arriero.schemas.lineage import BatchEntry, Entry, GroupEntry, Noted, WeightsEntry
+from arriero.schemas.lineage import (
+    BatchEntry,
+    Closed,
+    Committed,
+    Entry,
+    GroupEntry,
+    Noted,
+    Reopened,
+    WeightsEntry,
+)
 from arriero.schemas.manifest import ContentHashes
 from arriero.schemas.messages import Outcome
 from tests.inline_runs import recorded_grpo
@@ -217,3 +228,63 @@ def test_a_record_whose_components_are_no_more_is_audited_without_them(run: RunD
     assert {(f.check, f.where) for f in report.findings} == {("files", "graph.json")}
     assert report.left[0].startswith("rewards and advantages: ")
     assert report.done["tokens"]
+
+
+# --- behind the end ---------------------------------------------------------------------------------------
+
+
+def _appended(run: RunDir, *entries: Entry) -> str:
+    """More entries behind the end of the chain, rightly hashed; the head before them."""
+    before = head_of(str(run.lineage))
+    end = Committed(ends=Chain(str(run.lineage)).last.ends)  # type: ignore[union-attr]  # it is closed
+    Chain(str(run.lineage)).commit([*entries, end, Closed(state="finished")], end)
+    return before
+
+
+def test_a_configuration_exchanged_behind_the_end_is_found_though_the_old_head_is_known(run: RunDir) -> None:
+    run.manifest.write_text(run.manifest.read_text().replace('"seed": 0', '"seed": 1'))
+    first = Lineage(str(run.path)).opened
+    assert first is not None
+    digest = hashlib.sha256(run.manifest.read_bytes()).hexdigest()
+    again = Reopened(
+        cut_bytes=0, graph_digest=first.graph_digest, manifest_sha256=digest,
+        options_sha256=first.options_sha256,
+    )  # fmt: skip
+    head = _appended(run, again)
+    report = audited(str(run.path), head=head)
+    assert "reopened" in [f.where.partition("(")[2][:8] for f in report.findings if f.check == "chain"]
+    assert f"head {head[:12]} isn't the last one" in report.left[0]
+
+
+def test_other_weights_of_a_version_that_was_there_are_found(run: RunDir) -> None:
+    old = Lineage(str(run.path)).weights[-1]
+    _appended(run, Reopened(cut_bytes=0), old.model_copy(update={"fingerprint": "e" * 32}))
+    assert [f.where for f in audited(str(run.path)).findings if "twice" in f.what] == [
+        f"version 4 of weights, with weights {old.fingerprint[:12]} and {'e' * 12},"
+    ]
+
+
+@pytest.mark.parametrize("head", ["", "6c0e9372f74e", "A" * 64])
+def test_a_head_that_is_none_is_refused(run: RunDir, head: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(run.path), "--head", head]) == 2
+    assert main(["audit", str(run.path), f"--head={head}"]) == 2
+    assert "a head has 64 of the digits" in capsys.readouterr().err
+
+
+def test_an_entry_of_another_format_is_named(run: RunDir) -> None:
+    (segment,) = (run.lineage / "chain").iterdir()
+    segment.write_bytes(segment.read_bytes().replace(b'"format":2', b'"format":1', 1))
+    (finding,) = [f for f in audited(str(run.path)).findings if f.where == "chain"]
+    assert (
+        finding.what.startswith("entry 0 was changed") or "entry 0 is none that this arriero" in finding.what
+    )
+
+
+def test_a_record_kept_elsewhere_is_found_from_its_run_directory(honest: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(honest.path, tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    options = run.read_options().model_copy(update={"record_url": str(tmp_path / "elsewhere")})
+    run.lineage.rename(tmp_path / "elsewhere")
+    write_json(run.options, options)
+    assert found(run) == {("files", "options.json")}  # the only thing that was changed
+    assert main(["lineage", str(run.path), "--step", "2"]) == 0

@@ -16,14 +16,13 @@ from arriero.engine.errors import UserError
 from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Questions
 from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.spaces import Spaces
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.messages import Batch, Dropped, ScoredGroup
 from tests.drive import kept, outputs, stream
 from tests.inline_runs import recorded_grpo
-from tests.lineage_runs import scored_group
+from tests.lineage_runs import overwrite, scored_group
 
 torch.set_num_threads(1)
 
@@ -88,7 +87,7 @@ def test_a_group_that_is_not_the_one_it_is_said_to_be_is_found(source: RunDir, t
     for entry in record.groups.values():
         tokens = record.arrays(entry)["tokens"].copy()
         tokens[-1] += 1
-        Spaces(record.url).overwrite("rollouts", entry.arrays, {"tokens": tokens})
+        overwrite(record.url, "rollouts", entry.arrays, {"tokens": tokens})
     report = audited(str(tmp_path / "new"))
     assert {f.check for f in report.findings} == {"inherited"}
     assert "has other tokens or log-probs than" in report.findings[0].what

@@ -23,6 +23,7 @@ from arriero.engine.lineage.chain import Chain, ChainError, head_of, lines
 from arriero.engine.lineage.content import SALT_BYTES, prompt_text
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.writer import LineageWriter, Seen
+from arriero.launchers.cli import main
 from arriero.schemas.lineage import BatchEntry, Committed, GroupEntry, RunEntry, ScoresEntry, WeightsEntry
 from arriero.schemas.messages import Batch, Example, Message, Record, RolloutGroup, Said, ScoredGroup, Weights
 from tests import records
@@ -256,7 +257,29 @@ def test_a_long_chain_stands_in_segments(tmp_path: Path) -> None:
     assert len(list((tmp_path / "chain").iterdir())) == 3
     assert len(list(lines(str(tmp_path)))) == 12
     assert head_of(str(tmp_path)) == chain.anchor.head
+    chain.release()
     assert Chain(str(tmp_path)).anchor == chain.anchor
+
+
+def test_a_record_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    writer = LineageWriter(str(tmp_path), OPENED)
+    with pytest.raises(ChainError, match="is being written to by another process"):
+        Chain(str(tmp_path))
+    assert main(["lineage", "redact", str(tmp_path), "--all"]) == 2
+    writer.commit([Seen("reward", scored_group(0))])
+    writer.close("finished")
+    Chain(str(tmp_path))
+
+
+def test_a_writer_notices_that_its_chain_was_written_to(tmp_path: Path) -> None:
+    # A machine that was cut off and comes back: no lock reaches so far.
+    writer = LineageWriter(str(tmp_path), OPENED)
+    (segment,) = (tmp_path / "chain").iterdir()
+    other = segment.read_bytes() * 2
+    segment.write_bytes(other)
+    with pytest.raises(ChainError, match="somebody else has written to this record"):
+        writer.commit([Seen("reward", scored_group(0))])
+    assert segment.read_bytes() == other
 
 
 def test_a_place_without_a_record_is_named(tmp_path: Path) -> None:

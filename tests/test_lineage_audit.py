@@ -14,14 +14,13 @@ import pytest
 from arriero.engine.lineage.chain import GENESIS, lines, link
 from arriero.engine.lineage.content import arrays_sha256, columns
 from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.spaces import Spaces
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir, write_json
 from arriero.schemas.ledger import Admitted, Trained
 from arriero.schemas.lineage import Anchor, BatchEntry, Entry, GroupEntry, Noted, WeightsEntry
 from arriero.schemas.messages import Outcome, ScoredGroup
-from tests.lineage_runs import recorded_run
+from tests.lineage_runs import overwrite, recorded_run
 
 Entries = list[Entry]
 Array = np.ndarray[Any, Any]
@@ -226,7 +225,7 @@ def test_a_changed_array_is_found(run: RunDir, name: str) -> None:
     group = next(iter(record.groups.values()))
     values = record.arrays(group)[name].copy()
     values[1] = {"tokens": 5, "logprobs": -0.25, "mask": False, "versions": 3}[name]
-    Spaces(str(run.lineage)).overwrite("rollouts", group.arrays, {name: values})
+    overwrite(str(run.lineage), "rollouts", group.arrays, {name: values})
     assert "content" in found(run)
 
 
@@ -244,7 +243,7 @@ def _with_arrays(run: RunDir, number: int, name: str, change: Callable[[Array], 
     key, group = [(k, g) for k, g in record.groups.items() if g.prompt.split == "train"][number]
     arrays = {k: v.copy() for k, v in record.arrays(group).items()}
     change(arrays[name])
-    Spaces(str(run.lineage)).overwrite("rollouts", group.arrays, arrays)
+    overwrite(str(run.lineage), "rollouts", group.arrays, arrays)
 
     def rehash(entries: Entries) -> Entries:
         for k, e in enumerate(entries):
@@ -299,7 +298,7 @@ def test_a_changed_advantage_is_found(run: RunDir) -> None:
     record = Lineage(str(run.lineage))
     batch = next(iter(record.batches.values()))
     values = np.zeros(batch.advantages.size, np.float32)
-    Spaces(str(run.lineage)).overwrite("advantages", batch.advantages, {"values": values})
+    overwrite(str(run.lineage), "advantages", batch.advantages, {"values": values})
     assert {"steps", "advantages of advantage"} <= found(run)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.spaces import Spaces
+from arriero.engine.lineage.writer import LineageWriter, Seen
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir
+from arriero.schemas.ledger import Admitted, Resumed
 from arriero.schemas.messages import ScoredGroup
 from tests.inline_runs import recorded_grpo, tiny_model
-from tests.lineage_runs import recorded_run
+from tests.lineage_runs import OPENED, overwrite, recorded_run, scored_group
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def test_redaction_is_no_cover_for_another_change(run: RunDir) -> None:
     assert main(["lineage", "redact", str(run.path), "--row", "3"]) == 0
     record = Lineage(str(run.path))
     gone = next(k for k in record.groups if k in record.redacted)
-    entry, spaces = record.groups[gone], Spaces(str(run.lineage))
+    entry = record.groups[gone]
     arrays = record.arrays(entry)
     for name, value, what in (
         ("versions", 3, "its mask or versions were changed"),
@@ -75,9 +78,9 @@ def test_redaction_is_no_cover_for_another_change(run: RunDir) -> None:
     ):
         values = arrays[name].copy()
         values[1] = value
-        spaces.overwrite("rollouts", entry.arrays, {name: values})
+        overwrite(str(run.lineage), "rollouts", entry.arrays, {name: values})
         assert what in [f.what for f in audited(str(run.path)).findings if f.check == "content"]
-        spaces.overwrite("rollouts", entry.arrays, {name: arrays[name]})
+        overwrite(str(run.lineage), "rollouts", entry.arrays, {name: arrays[name]})
     assert audited(str(run.path)).findings == []
 
 
@@ -138,3 +141,65 @@ def test_a_redaction_of_nothing_is_refused(
     assert main(["lineage", "redact", str(run.path), *words]) == 2
     assert said in capsys.readouterr().err
     assert Lineage(str(run.path)).anchor == head
+
+
+SECRET = "a secret that nobody may keep"
+
+
+def _spoken(number: int, words: str, *, size: int = 2) -> ScoredGroup:
+    scored = scored_group(number, size=size)
+    rollouts = tuple(r.model_copy(update={"text": words}) for r in scored.group.rollouts)
+    return scored.model_copy(update={"group": scored.group.model_copy(update={"rollouts": rollouts})})
+
+
+def _kept(folder: Path) -> bytes:
+    """All that the record's arrays hold, unpacked."""
+    zstd: Any = import_module("numcodecs.zstd")
+    chunks = [p for p in (folder / "rollouts").rglob("*") if p.is_file() and not p.name.startswith("zarr")]
+    return b"".join(bytes(zstd.Zstd().decode(p.read_bytes())) for p in chunks)
+
+
+def test_what_was_made_anew_after_a_crash_is_redacted_too(tmp_path: Path) -> None:
+    writer = LineageWriter(str(tmp_path), OPENED)
+    admitted = Admitted(id="p-0", origin=0, split="train", epoch=0, row=0, min_version=0)
+    writer.commit([admitted, Seen("reward", _spoken(0, SECRET))])
+    writer.commit([Resumed(number=1, versions={"trainer": 0})])
+    writer.commit([Seen("reward", _spoken(0, "another answer"))])
+    writer.close("finished")
+    assert SECRET.encode() in _kept(tmp_path)
+    assert main(["lineage", "redact", str(tmp_path), "--row", "0"]) == 0
+    assert SECRET.encode() not in _kept(tmp_path)
+    assert b"another answer" not in _kept(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["reopened", "redacted"])
+def test_what_an_unfinished_commit_left_behind_is_removed(tmp_path: Path, how: str) -> None:
+    writer = LineageWriter(str(tmp_path), OPENED)
+    admitted = Admitted(id="p-0", origin=0, split="train", epoch=0, row=0, min_version=0)
+    writer.commit([admitted, Seen("reward", scored_group(0))])
+    (segment,) = (tmp_path / "chain").iterdir()
+    whole = segment.read_bytes()
+    writer.commit([Seen("reward", _spoken(1, SECRET * 1000))])  # in parts of their own
+    segment.write_bytes(whole)  # killed before the chain had it
+    del writer
+    (tmp_path / "rollouts" / "text" / "0" / "bytes" / "c" / "9.part").write_bytes(SECRET.encode())
+    if how == "reopened":
+        LineageWriter(str(tmp_path), OPENED)
+    else:
+        assert main(["lineage", "redact", str(tmp_path), "--all"]) == 0
+    assert SECRET.encode() not in _kept(tmp_path)
+    assert (scored_group(0).group.rollouts[0].text.encode() in _kept(tmp_path)) == (how == "reopened")
+
+
+def test_redaction_writes_each_chunk_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    replace = Path.replace
+
+    def counted(self: Path, target: Path) -> Path:
+        written.append(str(target))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", counted)
+    assert main(["lineage", "redact", str(run.path), "--all"]) == 0
+    chunks = [p for p in written if "/c/" in p]
+    assert len(chunks) == len({*chunks}) > 0

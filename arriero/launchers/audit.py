@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -60,6 +61,10 @@ def audit(args: Sequence[str], show: Callable[[str], int]) -> int:
         head = rest[0].partition("=")[2]
     elif rest:
         raise UserError(f"unknown option {rest[0]}; see arriero audit --help")
+    if any(word.partition("=")[0] == "--head" for word in args) and not re.fullmatch("[0-9a-f]{64}", head):
+        raise UserError(
+            f"--head {head or '(empty)'}: a head has 64 of the digits 0-9a-f, as the run showed it"
+        )
     report = audited(place, head=head, rescore=rescore)
     code = show(json.dumps(asdict(report), indent=2) if as_json else _text(report))
     return code or int(bool(report.findings))
@@ -77,6 +82,9 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
         report.findings += check(record)
         report.done[name] = _went_through(record, name)
     report.findings += heads(record, run, head)
+    if head and head != record.anchor.head:
+        told = "; ".join(record.since) or "nothing that it says"
+        report.left.append(f"head {head[:12]} isn't the last one; since the record was first closed: {told}")
     if not is_run(run):
         report.left.append(
             "files, staleness bound, rewards and advantages: there is no run directory beside the record"

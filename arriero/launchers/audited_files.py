@@ -103,6 +103,8 @@ def _made_of(record: Lineage, run: RunDir) -> Iterator[Finding]:
     if hashlib.sha256(graph.encode()).hexdigest() != first.graph_digest:
         yield _finding(run.graph, "isn't the graph that was run")
     manifest = readable(run.read_manifest)
+    if manifest is not None and manifest.graph_digest != first.graph_digest:
+        yield _finding(run.manifest, "names another graph than the record")
     for code in manifest.code if manifest is not None else ():
         path = run.path / f"code-{Path(code.root).name}.diff"
         if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != code.diff_sha256:

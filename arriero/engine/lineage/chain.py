@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from arriero.engine.lineage.files import Files
+from arriero.engine.lineage.files import FileChangedError, Files
 from arriero.schemas.lineage import ENTRY, Anchor, Committed, Entry
 
 GENESIS = "0" * 64
@@ -98,8 +98,14 @@ class Chain:
     """The log, open for appending by one writer."""
 
     def __init__(self, url: str) -> None:
-        """Makes it, or opens it again and cuts a torn tail off. Raises ChainError for any other damage."""
+        """Makes it, or opens it again and cuts a torn tail off.
+
+        Raises ChainError for any other damage, and if somebody else on this machine has it open.
+        """
         self._files = Files(url, "chain")
+        self._lock = self._files.locked()  # while this object lives, or until `release`
+        if self._lock is None:
+            raise ChainError(f"{url} is being written to by another process; wait until its run is over")
         self.cut_bytes = 0
         self.last: Committed | None = None
         self._entries, self._head = 0, GENESIS
@@ -123,11 +129,19 @@ class Chain:
         if not self._segment or not self._files.local or self._size >= _SEGMENT_BYTES:
             self._segment, self._size = f"{self._entries:012d}.jsonl", 0
         if self._size:
-            self._files.append(self._segment, data)
+            try:
+                self._files.append(self._segment, data, at=self._size)
+            except FileChangedError as error:
+                raise ChainError(f"somebody else has written to this record: {error}") from error
         else:
             self._files.write(self._segment, data)
         self._size += len(data)
         self._entries, self._head, self.last = count, head, end
+
+    def release(self) -> None:
+        """Nothing more is written; others may."""
+        if self._lock is not None:
+            self._lock.close()
 
     def _resume(self) -> bool:
         """Take up at the last commit; whether there was one."""

@@ -6,6 +6,7 @@ they return (fsync). A store of objects has it when it says so.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,25 @@ from typing import Any
 import fsspec
 
 _AT_ONCE = 8
+
+
+class FileChangedError(RuntimeError):
+    """A file isn't as it was left."""
+
+
+class Lock:
+    """Held until it is closed, or forgotten, or its process ends, however it does."""
+
+    def __init__(self, handle: int | None = None) -> None:
+        self._handle = handle
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Files:
@@ -36,6 +56,14 @@ class Files:
         except FileNotFoundError:
             return []
         return sorted(str(p).rpartition("/")[2] for p in found if str(p).endswith(ending))
+
+    def below(self) -> list[str]:
+        """All files in the folder and the folders in it."""
+        try:
+            found = self._fs.find(self.root)
+        except FileNotFoundError:
+            return []
+        return sorted(str(p).removeprefix(self.root).lstrip("/") for p in found)
 
     def read(self, name: str) -> bytes:
         return bytes(self._fs.cat_file(f"{self.root}/{name}"))
@@ -61,13 +89,30 @@ class Files:
             part.write_bytes(data)
         self._staged[part] = Path(path)
 
-    def append(self, name: str, data: bytes) -> None:
-        """To a file that is there already; only where files are `local`.
+    def locked(self) -> Lock | None:
+        """For the one who writes here; None if somebody has it. Of `local` files alone."""
+        if not self.local:
+            return Lock()
+        path = Path(self.root).parent / "lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        return Lock(handle)
 
+    def append(self, name: str, data: bytes, *, at: int) -> None:
+        """To a file that is there already, of `at` bytes; only where files are `local`.
+
+        Raises FileChangedError if it has another size.
         If that fails (a full disk, say), the file is as it was, for the next append must not follow a part.
         """
         with Path(f"{self.root}/{name}").open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
+            if size != at:
+                raise FileChangedError(f"{name} has {size} bytes, not {at}")
             left = memoryview(data)
             try:
                 while left:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from arriero.engine.lineage.chain import GENESIS, ChainError, Line, lines, link
 from arriero.engine.lineage.content import SALT_BYTES, TOKENS, Columns, batch_of, columns, group_of, pieces
@@ -30,14 +31,20 @@ from arriero.schemas.lineage import (
     WeightsEntry,
 )
 from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
+from arriero.schemas.run import RunOptions
 
 FOLDER = "lineage"
 
 
 def record_url(place: str) -> str:
-    """The record of a run directory, or `place` itself if it is the URL of one."""
+    """The record of a run directory, wherever the run put it, or `place` itself if it is the URL of one."""
     path = Path(place)
-    return str(path / FOLDER) if (path / FOLDER).is_dir() else place
+    if (path / FOLDER).is_dir():
+        return str(path / FOLDER)
+    try:
+        return RunOptions.model_validate_json((path / "options.json").read_bytes()).record_url or place
+    except (OSError, ValidationError):
+        return place
 
 
 class Lineage:
@@ -57,11 +64,13 @@ class Lineage:
         self.groups: dict[str, GroupEntry] = {}  # by the id under which samples name them
         self.batches: dict[str, BatchEntry] = {}  # the last one seen of each id
         self.records: dict[str, RecordEntry] = {}
+        self.replaced: list[GroupEntry | BatchEntry | RecordEntry] = []  # made anew since under the same id
         self._weights: dict[tuple[str, int], WeightsEntry] = {}  # by loop and version
         self.run: list[RunEntry] = []
         self.redacted: set[str] = set()  # ids of groups, records and batches of which something is gone
         self.reasons: list[str] = []  # for which
         self.late: list[str] = []  # entries behind the end that have no business there
+        self.since: list[str] = []  # what came since the record was first closed
         self.ends: list[
             Anchor
         ] = []  # the heads since the record was closed: at first, and as it was redacted
@@ -69,6 +78,7 @@ class Lineage:
         self.broken = ""
         self._count, self._head = 0, GENESIS
         self._edges: set[tuple[str, str]] = set()
+        self._reopened = ""  # the entry that opened it again; until the run says that it goes on
         for line in self._whole():
             self._take(line)
         if not self._count:
@@ -85,7 +95,13 @@ class Lineage:
         if not self.broken and line.hash != link(self._head, line.body):
             self.broken = f"entry {line.number} was changed, or something before it was taken away or put in"
         self._count, self._head = line.number + 1, line.hash
-        entry = line.entry
+        try:
+            entry = line.entry
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            what = f"entry {line.number} is none that this arriero reads: {first['loc']}: {first['msg']:.200}"
+            self.broken = self.broken or what
+            return
         self._sort(entry)
         self._follow(entry)
 
@@ -95,15 +111,18 @@ class Lineage:
                 self._hear(entry.event)
             case GroupEntry():
                 self._once(entry.edge, name := entry.scores.id if entry.scores else entry.id)
+                self._replace(self.groups.get(name))
                 self.groups[name] = entry
             case BatchEntry():
                 self._once(entry.edge, entry.id)
+                self._replace(self.batches.get(entry.id))
                 self.batches[entry.id] = entry
             case RecordEntry():
                 self._once(entry.edge, entry.id)
+                self._replace(self.records.get(entry.id))
                 self.records[entry.id] = entry
             case WeightsEntry():
-                self._weights[entry.loop, entry.version] = entry  # after a crash a version is announced again
+                self._announce(entry)
             case RunEntry():
                 self.run.append(entry)
             case Opened():
@@ -111,12 +130,32 @@ class Lineage:
             case _:
                 pass
 
+    def _replace(self, before: GroupEntry | BatchEntry | RecordEntry | None) -> None:
+        if before is not None:
+            self.replaced.append(before)
+
+    def _announce(self, entry: WeightsEntry) -> None:
+        """After a crash a version is announced again: the same, with the same weights."""
+        key = (entry.loop, entry.version)
+        before = self._weights.get(key)
+        if before is not None and before.fingerprint != entry.fingerprint:
+            prints = f"{before.fingerprint[:12]} and {entry.fingerprint[:12]}"
+            self.twice.append(f"version {entry.version} of {entry.loop}, with weights {prints},")
+        self._weights[key] = entry
+
     def _follow(self, entry: Entry) -> None:
         """Whether the record is over, and what came since."""
+        if self._reopened and not isinstance(entry, Reopened):
+            if not (isinstance(entry, Noted) and isinstance(entry.event, Resumed)):
+                self.late.append(self._reopened)
+            self._reopened = ""
         match entry:
             case Closed():
                 self.closed = entry
             case Reopened():
+                self._reopened = (
+                    f"entry {self._count - 1} (reopened, and the run doesn't go on)" if self.ends else ""
+                )
                 self.closed = None
                 told = entry.model_dump(include={"graph_digest", "manifest_sha256", "options_sha256"})
                 if self.opened is not None and entry.graph_digest:
@@ -124,6 +163,7 @@ class Lineage:
             case Redacted():
                 self.redacted.update((*entry.groups, *entry.records, *entry.batches))
                 self.reasons.append(entry.reason)
+                self.since.append(f"redacted: {entry.reason}")
             case Committed() if self.closed is not None:
                 self.ends.append(self.anchor)
             case _ if self.closed is not None:
@@ -147,6 +187,8 @@ class Lineage:
             self.history.append(event)
             return
         self.history = effective([*self.history, event])
+        changed = "".join(f", {what}" for what in event.changed)
+        self.since += [f"went on from {event.versions}{changed}"] if self.ends else []
         newest = max(event.versions.values(), default=0)
         self._weights = {key: w for key, w in self._weights.items() if w.version <= newest}
         self._edges.clear()  # what was under way is made anew, under the same names

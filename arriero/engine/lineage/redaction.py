@@ -9,18 +9,21 @@ be proven.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from arriero.engine.errors import UserError
-from arriero.engine.lineage.chain import Chain
+from arriero.engine.lineage.chain import Chain, ChainError
 from arriero.engine.lineage.content import pieces
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.spaces import Spaces
 from arriero.engine.lineage.tables import origins_of
-from arriero.schemas.lineage import Anchor, BatchEntry, Committed, GroupEntry, Place, Redacted
+from arriero.schemas.lineage import Anchor, BatchEntry, Committed, GroupEntry, Place, RecordEntry, Redacted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,8 @@ class Redaction:
 def redact(record: Lineage, origins: Collection[int], *, reason: str) -> Redaction:
     """Take away what came of the prompts `origins` (admission numbers), for good.
 
-    Broken off at any point, it can be begun again. Raises UserError if nothing came of them.
+    What was made anew under the same id, and what an unfinished commit left, goes too. Broken off at any
+    point, it can be begun again. Raises UserError if nothing came of them.
     """
     wanted = {*origins}
     found = Redacted(
@@ -46,16 +50,24 @@ def redact(record: Lineage, origins: Collection[int], *, reason: str) -> Redacti
     named = (*found.groups, *found.records, *found.batches)
     if not named:
         raise UserError("nothing on record came of these prompts; see --sql 'select id, row from prompts'")
-    chain = Chain(record.url)
+    try:
+        chain = Chain(record.url)
+    except (ChainError, OSError) as error:
+        raise UserError(f"the record can't be redacted: {error}") from error
     if not record.redacted.issuperset(named):
         chain.commit([found], chain.last or Committed())
-    spaces = Spaces(record.url)
-    for name in found.groups:
-        _wipe_group(spaces, record.groups[name])
-    for name in found.records:
-        _wipe_text(spaces, record.records[name].text)
-    for name in found.batches:
-        _wipe_batch(spaces, record.batches[name], wanted)
+    spaces = Spaces(record.url, chain.last.ends if chain.last else None)
+    gone = _Gone(spaces)
+    for entry in (
+        *record.groups.values(),
+        *record.records.values(),
+        *record.batches.values(),
+        *record.replaced,
+    ):
+        gone.add(entry, wanted)
+    gone.overwrite()
+    spaces.trim()
+    chain.release()
     return Redaction(entry=found, anchor=chain.anchor)
 
 
@@ -67,43 +79,56 @@ def _holds(batch: BatchEntry, wanted: set[int]) -> bool:
     )
 
 
-def _wipe_group(spaces: Spaces, entry: GroupEntry) -> None:
-    _wipe_tokens(spaces, entry.arrays)
-    _wipe_text(spaces, entry.text)
+class _Gone:
+    """Places to be overwritten, array by array, so that each chunk is written once."""
 
+    def __init__(self, spaces: Spaces) -> None:
+        self._spaces = spaces
+        self._places: defaultdict[str, dict[tuple[int, int], Place]] = defaultdict(dict)
 
-def _wipe_batch(spaces: Spaces, entry: BatchEntry, wanted: set[int]) -> None:
-    _wipe_text(spaces, entry.salt)
-    own = [k for k, rollout in enumerate(entry.rollout) if rollout < 0]
-    for k, piece in zip(own, pieces(entry.lengths[k] for k in own), strict=True):
-        if entry.origin[k] in wanted:
-            _wipe_tokens(spaces, _part(entry.own, piece))
-    read = [k for k, yes in enumerate(entry.referenced) if yes]
-    for k, piece in zip(read, pieces(entry.lengths[k] for k in read), strict=True):
-        if entry.origin[k] in wanted:
-            place = _part(entry.reference, piece)
-            values = spaces.read("reference", place, "values")["values"]
-            spaces.overwrite("reference", place, {"values": _silent(values)})
+    def add(self, entry: GroupEntry | RecordEntry | BatchEntry, wanted: set[int]) -> None:
+        """What came of the prompts `wanted`."""
+        match entry:
+            case GroupEntry() if wanted & {*origins_of(entry)}:
+                self._tokens(entry.arrays)
+                self._add("text", entry.text, "bytes")
+            case RecordEntry() if wanted & {*entry.origins}:
+                self._add("text", entry.text, "bytes")
+            case BatchEntry() if _holds(entry, wanted):
+                self._batch(entry, wanted)
+            case _:
+                pass
+
+    def overwrite(self) -> None:
+        """With nothing."""
+        for path, places in self._places.items():
+            self._spaces.rewrite(path, places.values(), _nothing)
+
+    def _batch(self, entry: BatchEntry, wanted: set[int]) -> None:
+        self._add("text", entry.salt, "bytes")
+        own = [k for k, rollout in enumerate(entry.rollout) if rollout < 0]
+        for k, piece in zip(own, pieces(entry.lengths[k] for k in own), strict=True):
+            if entry.origin[k] in wanted:
+                self._tokens(_part(entry.own, piece))
+        read = [k for k, yes in enumerate(entry.referenced) if yes]
+        for k, piece in zip(read, pieces(entry.lengths[k] for k in read), strict=True):
+            if entry.origin[k] in wanted:
+                self._add("reference", _part(entry.reference, piece), "values")
+
+    def _tokens(self, place: Place) -> None:
+        self._add("rollouts", place, "tokens", "logprobs")
+
+    def _add(self, space: str, place: Place, *names: str) -> None:
+        for name in names if place.size else ():
+            self._places[f"{space}/{place.part}/{name}"][place.start, place.size] = place
 
 
 def _part(place: Place, piece: slice) -> Place:
     return place.model_copy(update={"start": place.start + piece.start, "size": piece.stop - piece.start})
 
 
-def _wipe_tokens(spaces: Spaces, place: Place) -> None:
-    if place.size:
-        logprobs = spaces.read("rollouts", place, "logprobs")["logprobs"]
-        nothing = np.zeros(place.size, np.int32)
-        spaces.overwrite("rollouts", place, {"tokens": nothing, "logprobs": _silent(logprobs)})
-
-
-def _wipe_text(spaces: Spaces, place: Place) -> None:
-    if place.size:
-        spaces.overwrite("text", place, {"bytes": np.zeros(place.size, np.uint8)})
-
-
-def _silent(
-    logprobs: np.ndarray[tuple[int], np.dtype[np.float32]],
-) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """0 where a token was sampled, NaN elsewhere, as before."""
-    return np.where(np.isnan(logprobs), np.float32(np.nan), np.float32(0))
+def _nothing(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """0; NaN where there is none anyway: off the mask."""
+    if values.dtype.kind != "f":
+        return np.zeros_like(values)
+    return np.where(np.isnan(values), values, values.dtype.type(0))

@@ -8,8 +8,8 @@ part, whose chunks are larger. What an append leaves of a chunk is zero: it comp
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +19,8 @@ import numpy.typing as npt
 from arriero.engine.lineage.files import Files
 from arriero.schemas.lineage import Place
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+Values = npt.NDArray[Any]
+Arrays = Mapping[str, Values]
 
 _LOADS = 48  # chunks kept by a reader: those of about six steps
 _LEAST = 4096  # elements of a chunk
@@ -73,12 +74,34 @@ class Spaces:
             found[name] = self._loaded(path, number)[start : start + place.size]
         return found
 
-    def overwrite(self, space: str, place: Place, arrays: Arrays) -> None:
-        """Put other values where some stand: for redaction."""
-        for name, values in arrays.items():
-            array = self._array(f"{space}/{place.part}/{name}")
-            array[place.start : place.start + place.size] = values
+    def rewrite(self, path: str, places: Iterable[Place], make: Callable[[Values], Values]) -> None:
+        """Put `make` of what stands at places of one array in its place: each chunk is written once."""
+        array, chunk = self._array(path), self._chunk(path)
+        by_chunk: defaultdict[int, list[slice]] = defaultdict(list)
+        for place in places:
+            number, start = divmod(place.start, chunk)  # no append goes beyond its chunk
+            by_chunk[number].append(slice(start, start + place.size))
+        for number, pieces in by_chunk.items():
+            whole = np.asarray(array[number * chunk : (number + 1) * chunk]).copy()
+            for piece in pieces:
+                whole[piece] = make(whole[piece])
+            self._put(path, number, chunk, whole, grows=False)
+        self._files.settle()
         self._loads.clear()
+
+    def trim(self) -> None:
+        """Remove what stands beyond `ends`: what an unfinished commit left, which no entry names."""
+        for name in self._files.below():
+            match name.split("/"):
+                case [space, part, array, "c", number, *_] if not name.endswith(".part"):
+                    end = self.ends.get(space)
+                    last = (end.part, end.start // self._chunk(f"{space}/{part}/{array}")) if end else (-1, 0)
+                    if (int(part), int(number)) > last:
+                        self._files.remove(name)
+                case _ if name.endswith(".part"):
+                    self._files.remove(name)
+                case _:
+                    pass
 
     def _loaded(self, path: str, number: int) -> npt.NDArray[Any]:
         """A chunk: what one commit appended. The last few are kept: what is asked together lies together."""
@@ -96,13 +119,17 @@ class Spaces:
         self._loads.move_to_end(key)
         return self._loads[key]
 
-    def _put(self, path: str, number: int, chunk: int, values: npt.NDArray[Any]) -> None:
-        """Write chunk `number`, and the length that the array then has."""
+    def _put(
+        self, path: str, number: int, chunk: int, values: npt.NDArray[Any], *, grows: bool = True
+    ) -> None:
+        """Write chunk `number`, and if the array `grows` the length that it then has."""
         zstd: Any = import_module("numcodecs.zstd")
         padded = np.zeros((chunk, *values.shape[1:]), values.dtype)
         padded[: len(values)] = values
         nested = "/0" * (values.ndim - 1)
         self._files.stage(f"{path}/c/{number}{nested}", bytes(zstd.Zstd(level=_LEVEL).encode(padded)))
+        if not grows:
+            return
         metadata = self._described(path)
         metadata["shape"][0] = (number + 1) * chunk
         self._files.stage(f"{path}/zarr.json", json.dumps(metadata).encode())

@@ -63,6 +63,7 @@ class LineageWriter:
         if not self._chain.reopened:
             self._write([opened])
             return
+        self._spaces.trim()
         for line in lines(url):
             entry = line.entry
             if isinstance(entry, Opened) and entry.run_id != opened.run_id:
@@ -123,6 +124,7 @@ class LineageWriter:
         """
         self.commit(items)
         self._write([Closed(state=state, model=dict(model or {}))])
+        self._chain.release()
         return self.anchor
 
     def _write(self, entries: Sequence[Entry]) -> None:
