@@ -9,20 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from arriero.engine.errors import UserError
 from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Questions
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.tables import NAMES, table
-from arriero.engine.lineage.writer import LineageWriter
+from arriero.engine.lineage.writer import Item, LineageWriter, Seen
 from arriero.launchers.cli import main
 from arriero.launchers.inputs import input_files, package_sha256
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.runs import differences, first_difference, read
 from arriero.schemas.graph import GraphSpec, NodeSpec
-from arriero.schemas.ledger import Restarted, Resumed
+from arriero.schemas.ledger import Restarted, Resumed, Trained
 from arriero.schemas.lineage import RunEntry
 from arriero.schemas.manifest import ContentHashes
-from tests.lineage_runs import OPENED, recorded_run
+from arriero.schemas.messages import Weights
+from tests.lineage_runs import OPENED, batch_of_groups, recorded_run, scored_group
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,9 @@ def test_a_held_out_prompt_went_into_no_step(ask: Questions) -> None:
         (["--sql", "select x from steps"], "the tables are steps, rollouts"),
         (["--sql", "select 1", "--step", "1"], "one question at a time"),
         (["--stp", "1"], "unknown option --stp"),
+        (["--step", "1", "--step", "2"], "--step is given twice"),
+        (["--step", "1", "--limit", "-1"], "--limit takes a number from 1 on"),
+        (["--step", "1", "--picture", "/nowhere/x.svg"], "there is no directory /nowhere"),
     ],
 )
 def test_a_question_without_an_answer_says_what_there_is(
@@ -113,6 +118,87 @@ def test_sql_and_arrow_give_the_same_rows(run: RunDir) -> None:
         "select version, avg(r.reward) from samples s join rollouts r on rollout = r.id group by 1 order by 1"
     )
     assert [row["version"] for row in index.sql(joined).to_pylist()] == [1, 2, 3, 4]
+
+
+def test_a_query_reads_the_tables_and_touches_no_other_file(run: RunDir, tmp_path: Path) -> None:
+    index, other = Index(str(run.path)), tmp_path / "other.csv"
+    other.write_text("a\n1\n")
+    for query in (
+        f"copy (select 1) to '{tmp_path / 'written.csv'}'", f"select * from read_csv('{other}')",
+        f"attach '{tmp_path / 'x.db'}'", "set enable_external_access = true",
+        f"select * from glob('{tmp_path}/*')",
+    ):  # fmt: skip
+        with pytest.raises(UserError):
+            index.sql(query)
+    assert [p.name for p in tmp_path.iterdir()] == ["other.csv"]
+
+
+def test_a_rollout_that_several_nodes_passed_on_is_one_row_with_the_last_reward(tmp_path: Path) -> None:
+    scored = scored_group(0)
+    less = tuple(s.model_copy(update={"value": s.value - 0.25}) for s in scored.scores)
+    short = scored.stamped(id=f"{scored.id}>overlong", parents=(scored.id,), origins=scored.origins)
+    short = short.model_copy(update={"scores": less})
+    batch = batch_of_groups([short])
+    trained = Trained(
+        node="trainer", version=1, batch=batch.id, origins=(0,), tokens=1, staleness_max=0, staleness_mean=0,
+        reward_mean=0.25,
+    )  # fmt: skip
+    writer = LineageWriter(str(tmp_path), OPENED)
+    writer.commit(
+        [Seen("rollouts", scored.group), Seen("reward", scored), Seen("overlong", short),
+         Seen("advantage", batch), trained]
+    )  # fmt: skip
+    answer = Questions(Index(str(tmp_path))).step(1)
+    assert [(r.id, r.reward) for r in answer.rollouts] == [
+        (f"{scored.group.id}/0", 0.75), (f"{scored.group.id}/1", -0.25),
+    ]  # fmt: skip
+    assert Index(str(tmp_path)).overview.rollouts == 2
+
+
+def test_the_weights_before_and_after_a_step_are_those_of_its_own_loop(tmp_path: Path) -> None:
+    writer = LineageWriter(str(tmp_path), OPENED)
+    for loop, mark in (("policy", "a"), ("critic", "b")):
+        items: list[Item] = []
+        for version in (0, 1):
+            parents = (f"batch-{loop}",) if version else ()
+            items.append(Seen(loop, Weights(id=f"{loop}-{version}", parents=parents, version=version)))
+        trained = Trained(
+            node=mark, version=1, batch=f"batch-{loop}", origins=(), tokens=0, staleness_max=0,
+            staleness_mean=0, reward_mean=0,
+        )  # fmt: skip
+        writer.commit([*items, trained])
+    assert [(s.node, s.before, s.after) for s in Questions(Index(str(tmp_path))).step(1).steps] == [
+        ("a", "policy-0", "policy-1"), ("b", "critic-0", "critic-1"),
+    ]  # fmt: skip
+
+
+def test_a_damaged_record_says_so_before_anything_else(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run.path, tmp_path / "run")
+    (segment,) = (tmp_path / "run" / "lineage" / "chain").iterdir()
+    segment.write_bytes(segment.read_bytes().replace(b'"row":1', b'"row":9', 1))
+    assert main(["lineage", str(tmp_path / "run")]) == 0
+    assert "DAMAGED" in capsys.readouterr().out
+
+
+def test_json_is_json_whatever_a_query_gives(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    query = "select 'nan'::double as a, 'inf'::double as b"
+    assert main(["lineage", str(run.path), "--json", "--sql", query]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"a": None, "b": None}]
+    assert main(["lineage", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 4
+
+
+def test_a_redacted_rollout_is_said_to_be_so(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run.path, tmp_path / "run")
+    (tmp_path / "run" / "report.html").write_text("2 + 2")
+    assert main(["lineage", "redact", str(tmp_path / "run"), "--all"]) == 0
+    assert "report.html" in capsys.readouterr().out
+    assert main(["lineage", str(tmp_path / "run"), "--step", "1", "--text", "--limit", "1"]) == 0
+    assert capsys.readouterr().out.endswith("/0\n  redacted\n")
 
 
 def test_restarts_and_how_a_run_failed_are_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
-from arriero.engine.errors import UserError
+from arriero.engine.errors import UserError, one_line
 from arriero.engine.lineage.chain import ChainError
 from arriero.engine.lineage.index import Index, Texts
 from arriero.engine.lineage.queries import Answer, PromptRow, Questions, RolloutRow, StepRow
@@ -49,18 +50,24 @@ def lineage(args: Sequence[str], show: Callable[[str], int]) -> int:
     if len(asked) > 1:
         raise UserError(f"one question at a time, not --{' and --'.join(asked)}")
     if not asked:
-        return show(_overview(index, ancestors(place)))
+        return show(
+            _json(index.overview.model_dump(mode="json"))
+            if "json" in given
+            else _overview(index, ancestors(place))
+        )
     if asked == ["sql"]:
         return show(_sql(index, given["sql"], as_json="json" in given))
     answer = _ask(Questions(index), asked[0], given[asked[0]])
     if "picture" in given:
         _write_picture(answer, Path(given["picture"]))
-    limit = _number("limit", given.get("limit", str(_SHOWN)))
+    if (limit := _number("limit", given.get("limit", str(_SHOWN)))) < 1:
+        raise UserError(f"--limit takes a number from 1 on, not {limit}")
     texts = index.texts([r.id for r in answer.rollouts[:limit]]) if "text" in given else {}
     if "json" in given:
         said = {"texts": {name: t.model_dump() for name, t in texts.items()}} if "text" in given else {}
-        return show(json.dumps(asdict(answer) | said, indent=2))
-    return show("\n".join([_tables(answer, limit=limit), *_said(texts)]))
+        return show(_json(asdict(answer) | said))
+    shown = answer.rollouts[:limit] if "text" in given else []
+    return show("\n".join([_tables(answer, limit=limit), *_said(shown, texts)]))
 
 
 def opened(place: str) -> Lineage:
@@ -79,8 +86,14 @@ def indexed(place: str) -> Index:
 def _reading(place: str) -> Generator[None]:
     try:
         yield
+    except UserError:
+        raise
     except (ChainError, OSError, ValueError) as error:
         raise UserError(f"{place}: {error}") from error
+    except Exception as error:
+        if "://" not in place:
+            raise
+        raise UserError(f"{place} can't be read: {one_line(error)}") from error  # of the store's own library
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
@@ -93,6 +106,8 @@ def _options(words: Sequence[str]) -> dict[str, str]:
         elif name in (*_QUESTIONS, "picture", "limit"):
             if not equals and not rest:
                 raise UserError(f"--{name} needs a value")
+            if name in found:
+                raise UserError(f"--{name} is given twice; one question at a time")
             found[name] = value if equals else rest.pop(0)
         else:
             raise UserError(f"unknown option --{name}; see arriero lineage --help")
@@ -134,6 +149,7 @@ def _overview(index: Index, made_from: Sequence[Ancestor]) -> str:
     return "\n".join(
         [
             f"record {index.url}: {closed}",
+            *([f"  DAMAGED   {about.broken}; what stands behind isn't shown"] if about.broken else []),
             f"  chain     {about.anchor.entries} entries, head {about.anchor.head}",
             f"  steps     {about.steps}{versions}",
             f"  rollouts  {about.rollouts} in {about.groups} groups{redacted}",
@@ -156,7 +172,7 @@ def _family(made_from: Sequence[Ancestor], indent: str = "  ") -> Iterator[str]:
 def _sql(index: Index, query: str, *, as_json: bool) -> str:
     found = index.sql(query)
     if as_json:
-        return json.dumps(found.to_pylist(), indent=2, default=str)
+        return _json(found.to_pylist())
     rows = [[str(v) for v in row.values()] for row in found.to_pylist()]
     return text_table(list(found.column_names), rows)
 
@@ -176,11 +192,31 @@ def _tables(answer: Answer, *, limit: int) -> str:
     return "\n".join(parts)
 
 
-def _said(texts: Mapping[str, Texts]) -> Iterator[str]:
-    for name, t in texts.items():
-        yield f"\n{name}\n  prompt   {t.prompt!r}, answer {t.answer!r}\n  response {t.response!r}"
-        if t.detail:
-            yield f"  reward   {t.detail!r}"
+def _said(rollouts: Sequence[RolloutRow], texts: Mapping[str, Texts]) -> Iterator[str]:
+    for r in rollouts:
+        if (t := texts.get(r.id)) is None:
+            yield f"\n{r.id}\n  redacted"
+            continue
+        yield f"\n{r.id}\n  prompt   {t.prompt!r}, answer {t.answer!r}\n  response {t.response!r}"
+        if r.reward is not None:
+            yield f"  reward   {r.reward:g} {r.outcome}" + (f", {t.detail!r}" if t.detail else "")
+
+
+def _json(value: object) -> str:
+    """JSON has no numbers that aren't finite: they are null."""
+    return json.dumps(_finite(value), indent=2, default=str, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {str(k): _finite(v) for k, v in cast("dict[object, object]", value).items()}
+        case list() | tuple():
+            return [_finite(v) for v in cast("Sequence[object]", value)]
+        case _:
+            return value
 
 
 def _cell(value: Any) -> str:
@@ -233,6 +269,8 @@ def mermaid(answer: Answer) -> str:
 
 
 def _write_picture(answer: Answer, path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--picture {path}: there is no directory {path.parent}")
     if path.suffix == ".mmd":
         path.write_text(mermaid(answer), encoding="utf-8")
     elif path.suffix == ".svg":

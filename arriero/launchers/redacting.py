@@ -23,6 +23,8 @@ Takes away prompts, responses, tokens and log-probabilities, for good. Rewards, 
 stay, and the chain holds: `arriero audit` proves what is left and says what is gone, and why. The head of the
 chain moves on; one that was kept before is still known."""
 
+# Of a run directory, what may quote the same texts.
+_COPIES = ("exports", "logs", "report.html", "attempts", "broker", "branches", "evaluation.json")
 _CHOICES = ("prompt", "row", "group", "all")
 
 
@@ -41,7 +43,7 @@ def redacting(args: Sequence[str], show: Callable[[str], int]) -> int:
     entry = done.entry
     gone = f"{len(entry.groups)} groups, {len(entry.records)} other records, parts of {len(entry.batches)}"
     lines = [f"redacted {gone} batches; the head of the chain is now {done.anchor.head}"]
-    copies = [run.path / name for name in ("exports", "logs") if (run.path / name).is_dir()]
+    copies = [run.path / name for name in _COPIES if (run.path / name).exists()]
     if copies:
         lines.append(f"not looked through: {', '.join(map(str, copies))}")
     return show("\n".join(lines))

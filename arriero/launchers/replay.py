@@ -52,8 +52,8 @@ class Retaken:
         With 0: by any bit, and weights too.
         """
         found: dict[str, tuple[float | str, float | str]] = {}
-        for name in self.recorded.keys() & self.now.keys():
-            then, now = self.recorded[name], self.now[name]
+        for name in self.recorded:
+            then, now = self.recorded[name], self.now.get(name, math.nan)
             if not name.endswith(_SECONDS) and not _equal(then, now, tolerance):
                 found[name] = (then, now)
         if not tolerance and self.recorded_weights and self.weights != self.recorded_weights:

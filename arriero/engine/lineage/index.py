@@ -24,7 +24,7 @@ from arriero.engine.lineage.content import SALT_BYTES
 from arriero.engine.lineage.files import Files
 from arriero.engine.lineage.reader import Lineage, record_url
 from arriero.engine.lineage.spaces import Spaces
-from arriero.engine.lineage.tables import NAMES, table
+from arriero.engine.lineage.tables import NAMES, table, whole_groups
 from arriero.schemas.ledger import Restarted, Resumed
 from arriero.schemas.lineage import Anchor, Digest, Place
 from arriero.schemas.messages import Message
@@ -57,6 +57,7 @@ class Overview(Message):
     dropped: NonNegativeInt
     evaluated: NonNegativeInt
     redacted: NonNegativeInt
+    broken: str = ""
     restarts: NonNegativeInt
     resumes: NonNegativeInt
 
@@ -70,7 +71,7 @@ class IndexFile(Message):
     overview: Overview
 
 
-_FORMAT = 3  # of the tables: one more whenever a column changes
+_FORMAT = 4  # of the tables: one more whenever a column changes
 
 
 class Index:
@@ -84,6 +85,7 @@ class Index:
         segments = self._segments()
         known = self._known(segments)
         self.overview = known.overview if known is not None else self._make(segments)
+        self._shut()
 
     def rows(self, query: str, values: Sequence[object] = ()) -> list[dict[str, Any]]:
         """The rows of a query of ours with `?` for each of `values`."""
@@ -128,6 +130,14 @@ class Index:
         return found
 
     # --- the files ----------------------------------------------------------------------------------------
+
+    def _shut(self) -> None:
+        """A query may come from anywhere: it reads the tables, and no other file or address."""
+        paths = [f"{self._files.root}/{name}.parquet" for name in NAMES]
+        quoted = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
+        self._connection.execute(f"set allowed_paths = [{quoted}]")
+        self._connection.execute("set enable_external_access = false")
+        self._connection.execute("set lock_configuration = true")
 
     def _segments(self) -> dict[str, str]:
         chain = Files(self.url, "chain")
@@ -186,7 +196,8 @@ def _overview(record: Lineage) -> Overview:
     return Overview(
         anchor=record.anchor, state=record.closed.state if record.closed else "", steps=len(record.steps),
         versions=tuple(s.version for s in (*record.steps[:1], *record.steps[-1:])),
-        rollouts=sum(len(g.lengths) for g in record.groups.values()), groups=len(record.groups),
+        rollouts=sum(len(g.lengths) for g in whole_groups(record)),
+        groups=sum(1 for _ in whole_groups(record)), broken=record.broken,
         admitted=len(record.admitted), dropped=len(record.dropped), evaluated=len(record.evaluated),
         redacted=len(record.redacted), restarts=sum(isinstance(e, Restarted) for e in record.events),
         resumes=sum(isinstance(e, Resumed) for e in record.events),

@@ -186,8 +186,9 @@ _STEPS = """
 select s.version, s.node, s.batch, coalesce(nullif(b.fingerprint, ''), b.id, '') as before,
        coalesce(nullif(a.fingerprint, ''), a.id, '') as after, s.loss, s.grad_norm, s.reward_mean as reward,
        s.staleness_max, s.tokens
-from steps s left join weights b on b.version = s.version - 1 left join weights a on a.version = s.version
-where s.version in (select unnest(?)) order by s.version"""
+from steps s left join weights a on a.version = s.version and a.batch = s.batch
+left join weights b on b.version = s.version - 1 and b.loop = coalesce(a.loop, b.loop)
+where s.version in (select unnest(?)) order by s.version, s.node"""
 
 _ROLLOUTS = """
 with wanted as (

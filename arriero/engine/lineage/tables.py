@@ -3,7 +3,8 @@
 | table      | a row is                                                                                  |
 |------------|-------------------------------------------------------------------------------------------|
 | `steps`    | a version that was trained: its batch, staleness, reward, loss and all other measures       |
-| `rollouts` | a response: prompt, reward, outcome, versions that sampled it, length, place of its arrays   |
+| `rollouts` | a response, as the last node left it: prompt, reward, outcome, versions that sampled it,    |
+|            | length, place of its arrays                                                                |
 | `samples`  | a rollout in a batch: the step that was made from it, its reward there                       |
 | `prompts`  | an admission: row, epoch, and what became of it                                              |
 | `weights`  | a version that a loop carried, with its fingerprint                                          |
@@ -63,9 +64,15 @@ def origins_of(group: GroupEntry) -> tuple[int, ...]:
     return group.prompt.origins or (group.scores.origins if group.scores else group.origins)
 
 
+def whole_groups(lineage: Lineage) -> Iterator[GroupEntry]:
+    """Each group once: as the last of those left it that passed it on (with a penalty, say)."""
+    before = {p for g in lineage.groups.values() for p in (g.scores.parents if g.scores else ())}
+    return (g for name, g in lineage.groups.items() if name not in before)
+
+
 def _rollouts(lineage: Lineage) -> Blocks:
     """A block per group: a row at a time takes four times as long."""
-    for g in lineage.groups.values():
+    for g in whole_groups(lineage):
         s, n, p, t = g.scores, len(g.lengths), g.prompt, g.text
         starts = [*accumulate(g.lengths, initial=g.arrays.start)][:n]
         nothing = [None] * n
