@@ -71,3 +71,17 @@ def test_what_no_run_can_begin_with_is_refused(
 def test_a_branch_without_a_target_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "grpo", "--from"]) == 2
     assert "needs a value: RUN@STEP" in capsys.readouterr().err
+
+
+def test_a_kept_branch_is_taken_up_again_only_as_it_was_made(
+    old: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "--from", f"{old.path}@1", "--steps", "1", "--run-dir"]
+    assert main([*words, str(tmp_path / "first")]) == 0
+    assert main([*words, str(tmp_path / "second")]) == 0
+    assert prints(tmp_path / "first")[0] == prints(tmp_path / "second")[0] == prints(old.path)[1]
+    (file,) = (old.path / "branches" / f"{1:09}" / "model").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-2000] + bytes(2000))
+    capsys.readouterr()
+    assert main([*words, str(tmp_path / "third")]) == 2
+    assert "isn't as it was made; remove it" in capsys.readouterr().err

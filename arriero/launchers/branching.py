@@ -8,14 +8,18 @@ begin anew, and versions count from 0.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from arriero.engine.errors import UserError
 from arriero.launchers.provenance import BRANCHES, MASK
 from arriero.launchers.rundir import RunDir
+from arriero.launchers.stamping import model_sha256
 
 FROM = "--from"
+_SUMS = "model.json"  # beside the model: the SHA-256 of its files
 # Of the command that started the other run, not of what it was.
 _OWN = {FROM, "--run-dir", "--overwrite", "--resume", "--allow-change", "--record-url", "--model"}
 
@@ -50,6 +54,8 @@ def model_of(run: RunDir, version: int) -> Path:
 
     directory = run.path / BRANCHES / f"{version:09}" / "model"
     if (directory / "config.json").exists():
+        if model_sha256(directory) != _kept(directory):
+            raise UserError(f"{directory} isn't as it was made; remove it, and it is made anew")
         return directory
     trainer = RecordedTrainer(str(run.path))
     if version:
@@ -64,9 +70,27 @@ def model_of(run: RunDir, version: int) -> Path:
             f"version {version} of {run.path} comes out with weights {made.fingerprint[:12]}, recorded are "
             f"{then[:12]}; see arriero replay {run.path} --until-divergence"
         )
-    state.save(part := directory.with_name("model.part"))
-    part.replace(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=directory.parent, prefix="part-") as folder:
+        state.save(part := Path(folder) / "model")
+        sums = json.dumps(model_sha256(part), indent=1)
+        try:
+            part.replace(directory)
+        except OSError:  # somebody else has made the same at the same time
+            if not directory.is_dir():
+                raise
+        else:
+            directory.with_name(_SUMS).write_text(sums)
     return directory
+
+
+def _kept(model: Path) -> dict[str, str]:
+    """Those of when the model was made; none if that isn't known."""
+    try:
+        found: dict[str, str] = json.loads(model.with_name(_SUMS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def _taken(args: Sequence[str]) -> tuple[str, list[str]]:

@@ -78,6 +78,8 @@ class Lineage:
         self.broken = ""
         self._count, self._head = 0, GENESIS
         self._edges: set[tuple[str, str]] = set()
+        # Versions that a changed trainer, going on without a checkpoint, makes again from recorded batches.
+        self._otherwise: set[tuple[str, int]] = set()
         self._reopened = ""  # the entry that opened it again; until the run says that it goes on
         for line in self._whole():
             self._take(line)
@@ -138,7 +140,7 @@ class Lineage:
         """After a crash a version is announced again: the same, with the same weights."""
         key = (entry.loop, entry.version)
         before = self._weights.get(key)
-        if before is not None and before.fingerprint != entry.fingerprint:
+        if before is not None and before.fingerprint != entry.fingerprint and key not in self._otherwise:
             prints = f"{before.fingerprint[:12]} and {entry.fingerprint[:12]}"
             self.twice.append(f"version {entry.version} of {entry.loop}, with weights {prints},")
         self._weights[key] = entry
@@ -191,6 +193,7 @@ class Lineage:
         self.since += [f"went on from {event.versions}{changed}"] if self.ends else []
         newest = max(event.versions.values(), default=0)
         self._weights = {key: w for key, w in self._weights.items() if w.version <= newest}
+        self._otherwise = {*self._weights} if event.changed else set()
         self._edges.clear()  # what was under way is made anew, under the same names
 
     @property
