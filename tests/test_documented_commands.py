@@ -76,4 +76,5 @@ def test_smollm2_takes_two_steps_on_gsm8k_on_this_machine(tmp_path: Path) -> Non
     groups = (run / "ledger.jsonl").read_text().count('"kind":"trained"')
     assert groups == 2
     most_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert most_kb < 4 << 20
+    # Weights, gradients and moments in float32 are 2.2 GB; a checkpoint is a copy of all but the gradients.
+    assert most_kb < 6 << 20

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from arriero.components.training import TrainState
 
 _COUNTERS = ("updates", "version")
+_FILE_BYTES = 256 << 20  # of one file, about: it is made in memory, twice over, before it is written
 
 
 def write_checkpoint(state: TrainState, directory: Path) -> None:
@@ -41,9 +42,28 @@ def write_tensors(tensors: Mapping[str, Tensor], directory: Path, group: dist.Pr
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     untyped: tuple[Any, Any] = (dcp, HuggingFaceStorageWriter)
-    writer = untyped[1](path=str(directory), save_distributed=True)
+    stored = _stored(tensors)
+    files = _files(stored, 1 if group is None else group.size())
+    writer = untyped[1](path=str(directory), save_distributed=True, fqn_to_index_mapping=files)
     with _quiet():
-        untyped[0].save(_stored(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        untyped[0].save(stored, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def _files(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
+    """The number, from 1 on, of the file that each tensor of any rank goes to; rank 0's answer counts."""
+    numbers: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, tensor in tensors.items():
+        if name.startswith(RANDOM):  # of each rank alone, under a name of its own
+            kind = name.removeprefix(RANDOM).partition(".")[2]
+            numbers |= {f"{RANDOM}{rank}.{kind}": 1 for rank in range(ranks)}
+            continue
+        nbytes = tensor.numel() * tensor.element_size() // ranks
+        if filled and filled + nbytes > _FILE_BYTES:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += nbytes
+    return numbers
 
 
 def written_by(rank: int, directory: Path) -> list[str]:
