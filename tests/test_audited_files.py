@@ -207,6 +207,17 @@ def test_scores_of_a_reward_that_the_manifest_does_not_name_are_found(run: RunDi
     assert {where for check, where in found(run) if check == "files"} > {"manifest.json"}
 
 
+def test_a_group_said_to_be_of_a_run_that_the_manifest_does_not_name_is_found(run: RunDir) -> None:
+    def change(entries: list[Entry]) -> list[Entry]:
+        return [
+            e.model_copy(update={"recorded": "elsewhere:g"}) if isinstance(e, GroupEntry) else e
+            for e in entries
+        ]
+
+    rechained(run, change)
+    assert "inherited" in {check for check, _ in found(run)}
+
+
 def test_a_reward_without_a_verdict_counts_as_nothing(run: RunDir) -> None:
     _scores(run, outcomes=(Outcome.ERROR,) * 3, values=(1.0,) * 3)
     assert "rewards of reward" in {check for check, _ in found(run)}

@@ -270,6 +270,17 @@ def test_runs_are_listed_and_filtered(folder: Path, capsys: pytest.CaptureFixtur
     assert "no such run" in capsys.readouterr().out
 
 
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "runs")
+    (tmp_path / "runs" / "run-0" / "summary.json").write_text("garbage")
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    shown = capsys.readouterr().out
+    assert "run-1" in shown
+    assert f"left out: {tmp_path / 'runs' / 'run-0'}: " in shown
+
+
 def test_two_runs_are_compared(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (read(folder / f"run-{k}") for k in (0, 1))
     assert differences(a, b) == {"seed": (0, 1), "optimizer.lr": (0.1, 0.2)}

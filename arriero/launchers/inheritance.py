@@ -18,6 +18,12 @@ def inherited(record: Lineage, ancestors: Sequence[Ancestor]) -> tuple[int, list
     findings: list[Finding] = []
     left: list[str] = []
     count = 0
+    named_runs = {a.run_id for a in ancestors if a.took == "record"}
+    for name, entry in record.groups.items():
+        run, _, _ = entry.recorded.partition(":")
+        if run and run not in named_runs:
+            what = f"is said to be {entry.recorded}; the manifest names no record of that run"
+            findings.append(Finding(check="inherited", where=name, what=what))
     for a in ancestors:
         if a.took != "record":
             continue

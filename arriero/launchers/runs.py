@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
-from arriero.engine.errors import UserError
+from arriero.engine.errors import UserError, one_line
 from arriero.launchers.lineage import text_table
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.manifest import Ancestor, RunManifest
@@ -58,20 +58,27 @@ def runs(args: Sequence[str], show: Callable[[str], int]) -> int:
     if len(places) > 2:
         raise UserError(f"two runs can be compared, not {len(places)}")
     folder = places[0] if places else Path("runs")
-    found = [run for run in listed(folder) if all(_matches(run, k, v) for k, v in where)]
+    known, unread = listed(folder)
+    found = [run for run in known if all(_matches(run, k, v) for k, v in where)]
     if as_json:
         return show(json.dumps([_summary(run) for run in found], indent=2, default=str))
     rows = [[_cell(v) for v in _summary(run).values()] for run in found]
     names = ["run", "pipeline", "state", "steps", "reward", "accuracy", "started", "from"]
-    return show(text_table(names, rows) if rows else _none(folder, where))
+    told = text_table(names, rows) if rows else _none(folder, known, where)
+    return show("\n".join([told, *(f"left out: {why}" for why in unread)]))
 
 
-def listed(folder: Path) -> list[Run]:
-    """All runs below `folder`, oldest first. Raises UserError if there is no such folder."""
+def listed(folder: Path) -> tuple[list[Run], list[str]]:
+    """All runs below `folder`, oldest first, and why others can't be read. UserError for no folder."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no directory; name the one that holds the runs")
-    found = [read(path.parent) for path in folder.glob("**/manifest.json")]
-    return sorted(found, key=lambda run: run.manifest.started)
+    found, unread = list[Run](), list[str]()
+    for path in sorted(folder.glob("**/manifest.json")):
+        try:
+            found.append(read(path.parent))
+        except (UserError, ValueError, KeyError) as error:
+            unread.append(f"{path.parent}: {one_line(error)}")
+    return sorted(found, key=lambda run: run.manifest.started), unread
 
 
 def read(path: Path) -> Run:
@@ -117,9 +124,9 @@ def _read(args: Sequence[str]) -> tuple[list[Path], list[tuple[str, str]], Path 
     return places, where, picture, as_json
 
 
-def _none(folder: Path, where: Sequence[tuple[str, str]]) -> str:
+def _none(folder: Path, runs: Sequence[Run], where: Sequence[tuple[str, str]]) -> str:
     """Why the list is empty."""
-    known = {key for run in listed(folder) for key in run.values}
+    known = {key for run in runs for key in run.values}
     for key in (key for key, _ in where if key not in known):
         close = difflib.get_close_matches(key, known, n=1)
         return f"no run below {folder} has a key {key}" + (f"; did you mean {close[0]}?" if close else "")
