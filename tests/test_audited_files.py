@@ -231,6 +231,13 @@ def test_a_damaged_chunk_is_a_finding(run: RunDir, space: str) -> None:
     assert {f.check for f in report.findings} & {"content", "steps"}
 
 
+def test_a_ledger_file_ahead_of_a_record_that_was_killed_is_no_forgery(run: RunDir) -> None:
+    rechained(run, lambda es: es[:-2])
+    with run.ledger.open("a") as file:
+        file.write(run.ledger.read_text().splitlines()[0] + "\n")
+    assert ("files", "ledger.jsonl") not in found(run)
+
+
 def test_a_record_whose_components_are_no_more_is_audited_without_them(run: RunDir) -> None:
     text = run.graph.read_text()
     assert "tests.lineage_runs:Talker" in text

@@ -107,7 +107,7 @@ def _compute(report: Report, record: Lineage, spec: GraphSpec, *, rescore: bool)
     """Rewards and advantages, if the components of the graph are still there."""
     try:
         graph = Graph.from_spec(spec)
-    except GraphError as error:
+    except (GraphError, UserError) as error:
         report.left.append(f"rewards and advantages: {error}")
         return
     for name, told, findings, left in asyncio.run(recomputed(record, spec, graph, rescore=rescore)):

@@ -46,6 +46,8 @@ def lineage(args: Sequence[str], show: Callable[[str], int]) -> int:
         return redacting(args[1:], show)
     place, given = args[0], _options(args[1:])
     index = indexed(place)
+    if index.overview.broken:
+        print(f"{place} is damaged, see arriero audit: {index.overview.broken}", file=sys.stderr)
     asked = [name for name in _QUESTIONS if name in given]
     if len(asked) > 1:
         raise UserError(f"one question at a time, not --{' and --'.join(asked)}")

@@ -9,6 +9,7 @@ from typing import cast
 from arriero.components.advantage import GroupAdvantage
 from arriero.components.rewards import LlmJudge, RewardModel, RolloutReward, WeightedSum, reward_version
 from arriero.engine.codec import encode
+from arriero.engine.errors import UserError, one_line
 from arriero.engine.graph import Graph
 from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
@@ -32,7 +33,11 @@ async def recomputed(
     for node in spec.nodes:
         component: object = graph.nodes[node.name].component
         if node.output.endswith(":ScoredGroup") and node.inputs:
-            found.append(await _rewards(record, node.name, component, rescore=rescore))
+            try:
+                found.append(await _rewards(record, node.name, component, rescore=rescore))
+            except UserError as error:  # its code is gone, say
+                name = f"rewards of {node.name}"
+                found.append((name, "", [], [f"{name}: {one_line(error)}"]))
         elif node.output.endswith(":Batch"):
             found.append(await _advantages(record, node.name, component))
     return found
