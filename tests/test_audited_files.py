@@ -6,11 +6,14 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arriero.engine.lineage.chain import Chain, head_of
+from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
@@ -229,6 +232,20 @@ def test_a_damaged_chunk_is_a_finding(run: RunDir, space: str) -> None:
         chunk.write_bytes(b"garbage")
     report = audited(str(run.path))
     assert {f.check for f in report.findings} & {"content", "steps"}
+
+
+def test_tables_for_questions_that_say_something_prettier_are_found(run: RunDir) -> None:
+    parquet: Any = import_module("pyarrow.parquet")
+    folder = run.lineage / "index"
+    rows = Index(str(run.path)).table("rollouts").to_pandas().assign(reward=1.0)
+    before = hashlib.sha256((folder / "rollouts.parquet").read_bytes()).hexdigest()
+    assert audited(str(run.path)).findings == []
+    arrow: Any = import_module("pyarrow")
+    parquet.write_table(arrow.Table.from_pandas(rows), folder / "rollouts.parquet")
+    after = hashlib.sha256((folder / "rollouts.parquet").read_bytes()).hexdigest()
+    about = folder / "index.json"
+    about.write_text(about.read_text().replace(before, after))
+    assert found(run) == {("index", "index/rollouts.parquet")}
 
 
 def test_a_ledger_file_ahead_of_a_record_that_was_killed_is_no_forgery(run: RunDir) -> None:

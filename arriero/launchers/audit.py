@@ -17,7 +17,7 @@ from arriero.engine.graph import Graph
 from arriero.engine.lineage.audit import checks
 from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
-from arriero.launchers.audited_files import FILES, files, heads, is_run, readable, versions_of_rewards
+from arriero.launchers.audited_files import FILES, files, heads, index, is_run, readable, versions_of_rewards
 from arriero.launchers.inheritance import inherited
 from arriero.launchers.lineage import opened
 from arriero.launchers.recomputing import recomputed
@@ -81,7 +81,7 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
     for name, check in checks(staleness=staleness, producers=producers).items():
         report.findings += check(record)
         report.done[name] = _went_through(record, name)
-    report.findings += heads(record, run, head)
+    report.findings += [*heads(record, run, head), *index(record)]
     if head and head != record.anchor.head:
         told = "; ".join(record.since) or "nothing that it says"
         report.left.append(f"head {head[:12]} isn't the last one; since the record was first closed: {told}")

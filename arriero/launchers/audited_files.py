@@ -13,8 +13,11 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from arriero.engine.errors import UserError
+from arriero.engine.lineage.files import Files
 from arriero.engine.lineage.findings import Finding
+from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.reader import Lineage
+from arriero.engine.lineage.tables import NAMES, table
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.launchers.reporter import measured
 from arriero.launchers.rundir import MARKS, RunDir
@@ -59,6 +62,17 @@ def files(record: Lineage, run: RunDir) -> Iterator[Finding]:
         yield from _summary(record, spec, run.summary, summary)
     yield from _metrics(record, run.metrics)
     yield from _model(record, run.model)
+
+
+def index(record: Lineage) -> Iterator[Finding]:
+    """Whether the kept tables, which answer questions, are what the chain gives."""
+    if not Files(record.url, "index").names("index.json"):
+        return
+    kept = Index(record.url)
+    for name in NAMES:
+        if not kept.table(name).equals(table(record, name)):
+            what = "isn't what the chain gives; remove it, and it is made anew"
+            yield Finding(check="index", where=f"index/{name}.parquet", what=what)
 
 
 def heads(record: Lineage, run: RunDir, head: str) -> Iterator[Finding]:
