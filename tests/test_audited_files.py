@@ -237,8 +237,8 @@ def test_a_damaged_chunk_is_a_finding(run: RunDir, space: str) -> None:
 def test_tables_for_questions_that_say_something_prettier_are_found(run: RunDir) -> None:
     parquet: Any = import_module("pyarrow.parquet")
     folder = run.lineage / "index"
-    frame: Any = Index(str(run.path)).table("rollouts").to_pandas()
-    rows = frame.assign(reward=1.0)
+    made: Any = Index(str(run.path)).table("rollouts")  # its signatures are partly unknown
+    rows = made.to_pandas().assign(reward=1.0)
     before = hashlib.sha256((folder / "rollouts.parquet").read_bytes()).hexdigest()
     assert audited(str(run.path)).findings == []
     arrow: Any = import_module("pyarrow")
