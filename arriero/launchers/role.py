@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from arriero.launchers.parent import die_with_launcher
 from arriero.launchers.place import DEAF, attempt
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 when the role's nodes ended or the run was stopped, 2 for a mistake of the user, else 1."""
     die_with_launcher()
     if os.environ.get(DEAF):
-        signal.signal(signal.SIGTERM, lambda *_: None)  # a handler isn't inherited by what we start
+        signal.signal(signal.SIGTERM, _ignore)  # a handler isn't inherited by what we start
     parser = argparse.ArgumentParser(prog="arriero.launchers.role")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--role", required=True)
@@ -41,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 async def _run(run_dir: Path, role: str, replica: int) -> None:
