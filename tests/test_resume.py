@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -155,7 +156,7 @@ def test_a_difference_is_refused_and_shown_or_allowed_and_recorded(
     task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run"
-    assert run("aipo", *task, "--steps", "2", "--run-dir", str(path)) == 0
+    assert run("grpo", *task, "--steps", "2", "--run-dir", str(path)) == 0
     before = {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()}
     with (tmp_path / "sums.jsonl").open("a") as file:
         file.write('\n{"prompt": "1+1=", "answer": "2"}')
@@ -174,6 +175,34 @@ def test_a_difference_is_refused_and_shown_or_allowed_and_recorded(
     assert resumed.anew
     assert len(measured(path)) == 4
     assert audited(str(path)).findings == []
+
+
+def test_a_run_of_which_something_has_changed_goes_on_from_a_checkpoint(
+    task: list[str], tmp_path: Path
+) -> None:
+    """Steps behind the checkpoint were taken with the old rate; taken again they would be others."""
+    versions: list[int] = []
+    for name, changed in (("same", []), ("other", ["--optimizer.lr", "2e-3", "--allow-change", "optimizer"])):
+        path = tmp_path / name
+        assert run("grpo", *task, "--steps", "3", "--run-dir", str(path)) == 0
+        shutil.rmtree(path / "checkpoints" / "trainer" / "000000003")
+        more = ["--steps", "4", "--allow-change", "steps"]
+        assert run("--resume", str(path), *(changed or []), *(more if changed else [])) == 0
+        (resumed,) = [e for e in Lineage(str(path)).events if isinstance(e, Resumed)]
+        versions.append(resumed.versions["trainer"])
+    assert versions == [3, 2]
+
+
+def test_a_change_that_older_versions_dont_survive_is_refused(
+    task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    assert run("aipo", *task, "--steps", "2", "--run-dir", str(path)) == 0
+    capsys.readouterr()
+    allowed = ["--optimizer.lr", "2e-3", "--steps", "4", "--allow-change", "optimizer,steps"]
+    assert run("--resume", str(path), *allowed) == 2
+    said = capsys.readouterr().err
+    assert "optimizer.lr: a deterministic run with staleness above 0 samples with versions before" in said
 
 
 def test_what_cant_be_resumed_is_said_in_one_line(

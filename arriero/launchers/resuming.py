@@ -34,6 +34,7 @@ from arriero.schemas.messages import RolloutGroup, ScoredGroup, Weights
 from arriero.schemas.run import RunOptions
 
 _AT_ONCE = 64
+_MAKES_NO_WEIGHTS = {"steps", "generators", "rewards", "reward", "input"}  # keys of a configuration
 
 
 def go_on(
@@ -48,15 +49,16 @@ def go_on(
     """Prepare the directory of a run that has ended for `launch`; what the run goes on from.
 
     `anew`: prompts that were under way stay dropped, for the data have changed. Raises UserError for a graph
-    that can't go on, and for a record or ledger that can't be read.
+    that can't go on, for changes that it can't take over, and for a record or ledger that can't be read.
     """
     check_can_go_on(spec, options)
+    _check_older_versions(spec, options, changed or {})
     kept = _record(options, run) if options.record else None
     events = kept.events if kept is not None else _ledger(run.ledger)
     history = effective(events)
     made = [e for e in history if isinstance(e, Trained)]
     versions = {
-        name: _newest(spec, name, [e for e in made if e.node == name], options, run, kept)
+        name: _newest(spec, name, [e for e in made if e.node == name], options, run, kept, bool(changed))
         for name in trainers(spec)
     }
     number = 1 + sum(isinstance(e, Resumed) for e in events)
@@ -85,6 +87,18 @@ def check_can_go_on(spec: GraphSpec, options: RunOptions) -> None:
                 f"{node.name}: {kind.__name__} learns and keeps no checkpoints, so a run with it can't "
                 "go on; start a new one"
             )
+
+
+def _check_older_versions(spec: GraphSpec, options: RunOptions, changed: Mapping[str, str]) -> None:
+    """UserError where versions before the last have to be made again, and would come out as others."""
+    if not (options.deterministic and any(loop.staleness for loop in spec.loops)):
+        return
+    if others := sorted(key for key in changed if key.partition(".")[0] not in _MAKES_NO_WEIGHTS):
+        raise UserError(
+            f"{', '.join(others)}: a deterministic run with staleness above 0 samples with versions before "
+            "the last, made again from the record, and with this change they would be others; begin a new "
+            "run --from RUN@STEP"
+        )
 
 
 def trainers(spec: GraphSpec) -> list[str]:
@@ -129,20 +143,25 @@ def _newest(
     options: RunOptions,
     run: RunDir,
     kept: Lineage | None,
+    changed: bool,
 ) -> int:
-    """The newest version that the trainer `node` can come back to; newer checkpoints are removed."""
+    """The newest version that the trainer `node` can come back to; newer checkpoints are removed.
+
+    A run of which something has `changed` comes back to a checkpoint: its recorded steps would be taken again
+    as it is now, and make weights that there never were.
+    """
     component: object = Graph.from_spec(spec).nodes[node].component
     assert isinstance(component, Recovers), "it is one of `trainers`"
     place = component.checkpoint_place(run.path, options.run_id, node)
-    version = newest = steps[-1].version if steps else 0
+    version = steps[-1].version if steps else 0
     if kept is not None:
         grouped = any(
             issubclass(resolve(spec.node(edge).output), RolloutGroup | ScoredGroup) for edge in recorded(spec)
         )
         whole = takewhile(lambda step: _on_record(kept, step.batch, grouped=grouped), steps)
         version = max((step.version for step in whole), default=0)
-    elif place:
-        version = CheckpointStore(place).newest(at_most=newest) or 0
+    if kept is None or changed:
+        version = (CheckpointStore(place).newest(at_most=version) or 0) if place else 0
     if place:
         CheckpointStore(place).forget_after(version)
     return version
