@@ -118,6 +118,26 @@ async def test_every_training_group_of_a_run_comes_once_in_an_epoch(
     assert all(set(r.versions[r.mask].tolist()) == {0} for g in groups for r in g.group.rollouts)
 
 
+async def test_nothing_is_learned_from_a_group_that_was_changed(source: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(source.path, old := tmp_path / "old")
+    record = Lineage(str(old))
+    entry = next(g for g in record.groups.values() if g.prompt.split == "train")
+    overwrite(record.url, "rollouts", entry.arrays, {"tokens": record.arrays(entry)["tokens"] + 1})
+    with pytest.raises(UserError, match="isn't what was recorded: its tokens or log-probs were changed"):
+        await outputs(RecordedRollouts(path=str(old)).run())
+
+
+async def test_nothing_is_learned_from_a_record_whose_chain_is_broken(source: RunDir, tmp_path: Path) -> None:
+    """A reward changed in the segment, its hash left as it was."""
+    shutil.copytree(source.path, old := tmp_path / "old")
+    segment = next((old / "lineage").rglob("*.jsonl"))
+    text = segment.read_text()
+    assert '"values":[0.0' in text
+    segment.write_text(text.replace('"values":[0.0', '"values":[1.0', 1))
+    with pytest.raises(UserError, match=r"nothing is learned from a damaged record: entry .* was changed"):
+        await outputs(RecordedRollouts(path=str(old)).run())
+
+
 async def test_a_directory_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither a run with a record nor a file of data"):
         await outputs(RecordedRollouts(path=str(tmp_path)).run())

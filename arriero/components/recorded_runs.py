@@ -53,8 +53,14 @@ class RecordedRun:
 
         The versions of the policy that sampled it aren't versions of the run that learns from it.
         """
+        name = str(row.values["group"])
         with self._lock:
-            scored = self._record.group(str(row.values["group"]))
+            try:
+                what, scored = self._record.changed(name), self._record.group(name)
+            except (KeyError, ValueError, OSError) as error:
+                raise UserError(f"{self._path}: group {name} can't be read: {one_line(error)}") from error
+        if what:
+            raise UserError(f"{self._path}: group {name} isn't what was recorded: {what}; see arriero audit")
         assert isinstance(scored, ScoredGroup)
         group = scored.group
         prompt = group.prompt
@@ -97,11 +103,16 @@ def _opened(path: str) -> Lineage:
     from arriero.engine.lineage.reader import Lineage
 
     try:
-        return Lineage(path)
+        record = Lineage(path)
     except (ChainError, OSError, ImportError, ValueError) as error:
         raise UserError(
             f"{path}: neither a run with a record nor a file of data: {one_line(error)}"
         ) from error
+    if record.broken:
+        raise UserError(
+            f"{path}: nothing is learned from a damaged record: {record.broken}; see arriero audit"
+        )
+    return record
 
 
 def _of_no_version(rollout: Rollout) -> Rollout:

@@ -25,16 +25,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from arriero.engine.lineage.content import (
-    PRIVATE,
     SALT_BYTES,
-    SHAPE,
-    Columns,
-    arrays_sha256,
     batch_sha256,
     batch_tokens_sha256,
     prompt_text,
     sha256,
-    some,
 )
 from arriero.engine.lineage.findings import Check, Finding
 from arriero.engine.lineage.reader import Lineage
@@ -42,7 +37,7 @@ from arriero.engine.lineage.tables import origins_of
 from arriero.engine.lineage.version_checks import held_out_prompts, tokens, weights, whole_batch
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.schemas.ledger import Trained
-from arriero.schemas.lineage import BatchEntry, GroupEntry
+from arriero.schemas.lineage import BatchEntry
 from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
 
 
@@ -104,13 +99,13 @@ def _ledger(record: Lineage) -> Iterator[Finding]:
 
 
 def _content(record: Lineage) -> Iterator[Finding]:
-    for name, entry in record.groups.items():
+    for name in record.groups:
         try:
-            arrays, text = record.arrays(entry), record.text(entry.text)
+            what = record.changed(name)
         except (KeyError, ValueError, OSError) as error:
             yield Finding(check="content", where=name, what=f"its content can't be read: {error!r:.120}")
             continue
-        if what := _changed(entry, arrays, text, redacted=name in record.redacted):
+        if what:
             yield Finding(check="content", where=name, what=what)
         elif name not in record.redacted:
             yield from _valid_group(record, name)
@@ -124,18 +119,6 @@ def _content(record: Lineage) -> Iterator[Finding]:
             yield Finding(check="content", where=name, what="is said to be redacted, and its text is there")
         elif name not in record.redacted and sha256(text) != other.text_sha256:
             yield Finding(check="content", where=name, what="its text was changed")
-
-
-def _changed(entry: GroupEntry, arrays: Columns, text: bytes, *, redacted: bool) -> str:
-    """What is otherwise than when the group was recorded; empty for nothing."""
-    if arrays_sha256(some(arrays, SHAPE)) != entry.shape_sha256:
-        return "its mask or versions were changed"
-    if redacted:
-        left = any(text) or arrays["tokens"].any() or np.nan_to_num(arrays["logprobs"]).any()
-        return "is said to be redacted, and some of its content is there" if left else ""
-    if arrays_sha256(some(arrays, PRIVATE), text[:SALT_BYTES]) != entry.tokens_sha256:
-        return "its tokens or log-probs were changed"
-    return "its texts were changed" if sha256(text) != entry.text_sha256 else ""
 
 
 def _valid_group(record: Lineage, name: str) -> Iterator[Finding]:

@@ -71,6 +71,18 @@ def some(arrays: Columns, names: Iterable[str]) -> Columns:
     return {name: arrays[name] for name in names}
 
 
+def changed(entry: GroupEntry, arrays: Columns, text: bytes, *, redacted: bool) -> str:
+    """What is otherwise than when the group was recorded; empty for nothing."""
+    if arrays_sha256(some(arrays, SHAPE)) != entry.shape_sha256:
+        return "its mask or versions were changed"
+    if redacted:
+        left = any(text) or arrays["tokens"].any() or np.nan_to_num(arrays["logprobs"]).any()
+        return "is said to be redacted, and some of its content is there" if left else ""
+    if arrays_sha256(some(arrays, PRIVATE), text[:SALT_BYTES]) != entry.tokens_sha256:
+        return "its tokens or log-probs were changed"
+    return "its texts were changed" if sha256(text) != entry.text_sha256 else ""
+
+
 def key_of(record: Rollout | Sample) -> bytes:
     """16 bytes that tell token arrays apart, to find the rollout that a sample was made from."""
     digest = hashlib.blake2b(record.tokens.data, digest_size=16)

@@ -10,7 +10,16 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from arriero.engine.lineage.chain import GENESIS, ChainError, Line, lines, link
-from arriero.engine.lineage.content import SALT_BYTES, TOKENS, Columns, batch_of, columns, group_of, pieces
+from arriero.engine.lineage.content import (
+    SALT_BYTES,
+    TOKENS,
+    Columns,
+    batch_of,
+    changed,
+    columns,
+    group_of,
+    pieces,
+)
 from arriero.engine.lineage.spaces import Spaces
 from arriero.engine.runtime.ledger import effective
 from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Resumed, Trained
@@ -232,6 +241,11 @@ class Lineage:
         entry = self.groups[name]
         text = b"" if name in self.redacted else self.text(entry.text)[SALT_BYTES:]
         return group_of(entry, self.arrays(entry), text)
+
+    def changed(self, name: str) -> str:
+        """What of a group is otherwise than when it was recorded; empty for nothing. KeyError if unknown."""
+        entry = self.groups[name]
+        return changed(entry, self.arrays(entry), self.text(entry.text), redacted=name in self.redacted)
 
     def batch(self, name: str) -> Batch:
         """The batch itself, bit for bit as it passed to the trainer. KeyError for an unknown id."""
