@@ -162,8 +162,9 @@ def graph(
     reward: Moody = MOODY,
     trainer: Noting = NOTING,
     placed: Placed = "apart",
+    rest: bool = False,
 ) -> GraphSpec:
-    """The graph of the module, checked; `placed`: which nodes share a process."""
+    """The graph of the module, checked; `placed`: which nodes share a process, `rest`: of `ToyCollect`."""
     roles = _ROLES[placed]
     rewards = generators if placed == "sampling" else 1
     g = Graph("shaky")
@@ -173,7 +174,8 @@ def graph(
     scored = g.add(reward, name="reward", replicas=rewards, role=roles.get("reward", ""))(
         sampler(asked, weights)
     )
-    collect = g.add(ToyCollect(groups=groups), name="collect", role=roles.get("collect", ""))
+    gather = ToyCollect(groups=groups, rest=rest)
+    collect = g.add(gather, name="collect", role=roles.get("collect", ""))
     weights.close(g.add(trainer, name="trainer", role=roles.get("trainer", ""))(collect(scored)))
     return g.check()
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 
 import pytest
 
+from arriero.engine import memory_edge
 from arriero.engine.codec import decode, encode
 from arriero.engine.errors import GraphError
 from arriero.engine.fused import fused, fused_edges
 from arriero.engine.graph import Graph
+from arriero.engine.memory import MemoryBroker
 from arriero.engine.picture import table
 from arriero.engine.rates import fusible
+from arriero.engine.runtime.journal import record
 from arriero.launchers.hub import edges
 from arriero.schemas.graph import Capacity, GraphSpec
-from arriero.schemas.messages import Batch, Prompt, RolloutGroup, Weights
+from arriero.schemas.ledger import DroppedEvent
+from arriero.schemas.messages import Batch, Outcome, Prompt, RolloutGroup, Score, ScoredGroup, Weights
 from tests.brokers import Engine, assert_depth, edge, take
 from tests.runtime_runs import (
     SEEN,
@@ -76,12 +82,65 @@ def test_what_a_source_gives_and_what_the_record_takes_is_durable_wherever_its_r
 
 
 @pytest.mark.parametrize("placed", ["scoring", "sampling", "training", "after"])
-async def test_a_run_ends_with_a_batch_that_never_filled(engine: Engine, placed: Placed) -> None:
-    """10 prompts, batches of 4: the last 2 stay with whoever gathers, and nobody waits for their answer."""
-    spec = graph(prompts=Prompts(count=8), trainer=Noting(steps=5), placed=placed)
+async def test_what_never_filled_a_batch_is_answered_for_at_the_end(engine: Engine, placed: Placed) -> None:
+    """10 prompts, batches of 4: the last 2 wait for the end of the stream, which waits for none of them."""
+    spec = graph(prompts=Prompts(count=10), trainer=Noting(steps=5), placed=placed, rest=True)
     async with asyncio.timeout(20):
         played = await play(spec, engine)
-    assert check_books(played, engine.run, staleness=1, groups=4).trained == 8
+    assert played.ledger.trained == 10
+    assert [len(origins) for _, _, origins in SEEN[engine.run]] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("placed", ["apart", "scoring"])
+async def test_what_was_dropped_before_its_process_died_goes_no_further(
+    engine: Engine, placed: Placed
+) -> None:
+    """The ledger has the drop, the broker not yet its acknowledgement: the record comes again, made anew."""
+    spec, opts = graph(placed=placed), options(engine.run)
+    owner = await declare(spec, opts, engine)
+    scored = ScoredGroup(group=sampled_group(0), scores=(Score(value=1.0, outcome=Outcome.OK),) * 2)
+    scored = scored.stamped(id="p0>generator>reward", parents=("p0>generator",), origins=(0,))
+    await record(owner, DroppedEvent(node="collect", parent=scored.id, origins=(0,), reason="stale"))
+    for edge_name, group, lost in (
+        ("generator", "reward-records", sampled_group(0)), ("reward", "collect-scored", scored)
+    ):  # fmt: skip
+        if (edge_name == "generator") == (placed == "scoring"):
+            await owner.producer(edge_name, 0).put(lost.id, encode(lost))
+            dead = await engine.connect()
+            await (await take(dead.consumer(edge_name, group))).nack()
+            await dead.close()
+    roles = ("scoring",) if placed == "scoring" else ("reward", "collect")
+    tasks = [asyncio.create_task(replica(spec, opts, engine, role)) for role in roles]
+    try:
+        for k in range(1, 5):
+            await owner.producer("generator", 0).put(f"p{k}>generator", encode(sampled_group(k)))
+        lease = await take(owner.consumer("collect", "trainer-batches"))
+        assert decode(lease.payload, Batch).origins == (1, 2, 3, 4)
+        await lease.ack()
+        await assert_depth(owner, "generator", 0)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_what_is_acknowledged_is_let_go_however_long_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_edge, "_REMEMBERED", 4)
+    broker = MemoryBroker(durable=False)
+    await broker.declare([edge("a", groups=("b",), lease_s=1e8)], [])
+    producer, consumer = broker.producer("a", 0), broker.consumer("a", "b")
+    for k in range(10):
+        await producer.put(f"r{k}", b"payload")
+        lease = await take(consumer)
+        held = weakref.ref(lease)
+        await lease.ack()
+        del lease
+        gc.collect()
+        assert held() is None
+    assert await producer.put("r9", b"payload") is False
+    assert await producer.put("r5", b"payload") is True  # forgotten by now: 4 were remembered
+    await (await take(consumer)).ack()
+    await broker.close()
 
 
 async def test_the_lease_upstream_is_acknowledged_when_the_output_downstream_is_durable(

@@ -8,7 +8,8 @@ import pytest
 
 from arriero.engine.runtime import Ledger, LedgerError
 from arriero.engine.runtime.journal import event_id
-from arriero.schemas.ledger import EVENT, Admitted, DroppedEvent, Evaluated, Event, Trained
+from arriero.engine.runtime.ledger import effective
+from arriero.schemas.ledger import EVENT, Admitted, DroppedEvent, Evaluated, Event, Resumed, Trained
 from arriero.schemas.messages import DropReason, Split
 
 
@@ -116,3 +117,30 @@ def test_several_trainers_train_a_prompt_once_each() -> None:
     assert (ledger.trained, ledger.trained_by("trainer"), ledger.trained_by("critic")) == (2, 1, 2)
     with pytest.raises(LedgerError, match="prompt number 0 is trained in version 2, but was trained before"):
         ledger.apply(trained(2, 0, node="critic"))
+
+
+def _let_in(origin: int, *, split: Split = "train", version: int = 0) -> Admitted:
+    return Admitted(
+        id=f"p{origin}", origin=origin, split=split, epoch=0, row=abs(origin), min_version=version
+    )
+
+
+def _let_go(parent: str, *origins: int) -> DroppedEvent:
+    return DroppedEvent(node="run", parent=parent, origins=origins, reason="end_of_run")
+
+
+def test_prompts_that_other_data_have_replaced_stay_dropped_in_every_later_life() -> None:
+    events: list[Event] = [
+        _let_in(0), _let_go("run-a", 0), Resumed(number=1, versions={"t": 0}, anew=True),
+        _let_in(1), _let_go("run-a-1", 1), Resumed(number=2, versions={"t": 0}),
+    ]  # fmt: skip
+    assert effective(events) == [_let_in(0), _let_go("run-a", 0), _let_in(1)]
+
+
+def test_held_out_prompts_of_versions_that_are_undone_were_never_dropped() -> None:
+    """At version 2 prompt -1 was sent and, with training prompt 0, let go of; the run goes on from 1."""
+    events: list[Event] = [
+        _let_in(0), _let_in(-1, split="eval", version=2), _let_go("run-a", 0, -1),
+        Resumed(number=1, versions={"t": 1}, anew=True),
+    ]  # fmt: skip
+    assert effective(events) == [_let_in(0), _let_go("run-a", 0)]

@@ -98,9 +98,10 @@ class ToyReward(PerRecord[RolloutGroup, ScoredGroup]):
 
 @dataclass(frozen=True, kw_only=True)
 class ToyCollect:
-    """One batch of `groups` scored groups."""
+    """One batch of `groups` scored groups; with `rest` the last one may be smaller."""
 
     groups: PositiveInt = 4
+    rest: bool = False
 
     def rates(self) -> Rates:
         return Rates(consumes={"scored": self.groups})
@@ -110,10 +111,14 @@ class ToyCollect:
         async for group in scored:
             held.append(group)
             if len(held) == self.groups:
-                yield Batch(
-                    parents=tuple(g.id for g in held), samples=tuple(s for g in held for s in samples(g))
-                )
+                yield _batch(held)
                 held = []
+        if held and self.rest:
+            yield _batch(held)
+
+
+def _batch(held: Sequence[ScoredGroup]) -> Batch:
+    return Batch(parents=tuple(g.id for g in held), samples=tuple(s for g in held for s in samples(g)))
 
 
 @dataclass(frozen=True, kw_only=True)

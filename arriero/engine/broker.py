@@ -118,8 +118,11 @@ class Lease(Protocol):
 class Producer(Protocol):
     """One replica's way into an edge."""
 
-    async def put(self, id: str, payload: bytes) -> bool:
+    async def put(self, id: str, payload: bytes, *, earlier: int = 0) -> bool:
         """True when the message is durable, False when its `id` was known; waits while the edge is full.
+
+        `earlier`: how often what it was made from had been delivered in vain. Where messages aren't durable
+        it counts as so many deliveries of this one, for its reader died with those who had it before.
 
         Messages of one producer that wait for a place get it in the order of their puts. Raises BrokerError
         for a message that can never fit, for an undeclared edge and when the server stays away. After a

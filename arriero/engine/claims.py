@@ -159,7 +159,7 @@ class _Producer:
         self._under_way: set[asyncio.Event] = set()
         self._held_bytes, self._looked = 0, -1.0
 
-    async def put(self, id: str, payload: bytes) -> bool:
+    async def put(self, id: str, payload: bytes, *, earlier: int = 0) -> bool:
         small = len(payload) <= self._broker.above_bytes and not payload.startswith(_MAGIC)
         if small and not self._line.locked():
             return await self._inner.put(id, payload)

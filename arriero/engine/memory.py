@@ -27,11 +27,11 @@ class MemoryProducer:
         self._edge, self._replica, self.durable = edge, replica, durable
         self._under_way: set[asyncio.Future[bool]] = set()
 
-    async def put(self, id: str, payload: bytes) -> bool:
+    async def put(self, id: str, payload: bytes, *, earlier: int = 0) -> bool:
         edge = self._edge()
         check_fits(edge.decl, id, payload)
         stored: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        edge.puts.append((id, payload, stored))
+        edge.puts.append((id, payload, 0 if self.durable else earlier, stored))
         edge.admit()
         self._under_way.add(stored)
         try:

@@ -11,13 +11,15 @@ from typing import Protocol
 from arriero.engine.broker import DeadLetter, EdgeDecl, EdgeEnded
 from arriero.schemas.messages import EndOfStream
 
+_REMEMBERED = 1 << 16
+
 
 class MemoryMessage:
     """One message in one group."""
 
-    def __init__(self, id: str, payload: bytes) -> None:
+    def __init__(self, id: str, payload: bytes, earlier: int) -> None:
         self.id, self.payload = id, payload
-        self.deliveries = 0
+        self.deliveries = earlier
         self.lease: MemoryLease | None = None
 
 
@@ -28,6 +30,7 @@ class MemoryLease:
         self._group, self.message, self.holder = group, message, holder
         self.deliveries = message.deliveries
         self.until = 0.0
+        self.timer: asyncio.TimerHandle | None = None  # holds the lease, and so its payload
 
     @property
     def id(self) -> str:
@@ -120,7 +123,8 @@ class MemoryGroup:
         return None
 
     def _wake_at(self, lease: MemoryLease) -> None:
-        asyncio.get_running_loop().call_later(max(lease.until - time.monotonic(), 0.0), self._look, lease)
+        left_s = max(lease.until - time.monotonic(), 0.0)
+        lease.timer = asyncio.get_running_loop().call_later(left_s, self._look, lease)
 
     def _look(self, lease: MemoryLease) -> None:
         if lease.valid and time.monotonic() < lease.until:
@@ -147,6 +151,8 @@ class MemoryGroup:
         message = self.leased.pop(lease.id)
         message.lease = None
         lease.holder.held.discard(lease)
+        if lease.timer is not None:
+            lease.timer.cancel()
         return message
 
     def settle(self, message: MemoryMessage) -> None:
@@ -178,12 +184,12 @@ class MemoryEdge:
     def __init__(self, decl: EdgeDecl, dead: list[DeadLetter]) -> None:
         self.decl, self.dead = decl, dead
         self.groups = {name: MemoryGroup(name, self) for name in decl.groups}
-        self.known: set[str] = set()
+        self.known: dict[str, None] = {}  # in order; the last `_REMEMBERED`, and those that are open
         self.open: dict[str, int] = {}  # id -> groups that have yet to settle it
         self._leaving: dict[str, asyncio.Future[None]] = {}
         self.bytes = 0
         self.ends: set[EndOfStream] = set()
-        self.puts: deque[tuple[str, bytes, asyncio.Future[bool]]] = deque()  # those that wait for a place
+        self.puts: deque[tuple[str, bytes, int, asyncio.Future[bool]]] = deque()  # that wait for a place
 
     @property
     def ended(self) -> bool:
@@ -192,31 +198,33 @@ class MemoryEdge:
     def admit(self) -> None:
         """Store waiting puts, in order, while they fit."""
         while self.puts:
-            key, payload, stored = self.puts[0]
+            key, payload, earlier, stored = self.puts[0]
             if not stored.done() and key not in self.known and not self._fits(payload):
                 return
             self.puts.popleft()
             if not stored.done():
-                stored.set_result(self._store(key, payload))
+                stored.set_result(self._store(key, payload, earlier))
 
     def offer(self, id: str, payload: bytes) -> bool | None:
         """Store it now, or give None if it had to wait."""
         if id not in self.known and (self.puts or not self._fits(payload)):
             return None
-        return self._store(id, payload)
+        return self._store(id, payload, 0)
 
     def _fits(self, payload: bytes) -> bool:
         capacity = self.decl.capacity
         return len(self.open) < capacity.messages and self.bytes + len(payload) <= capacity.bytes
 
-    def _store(self, id: str, payload: bytes) -> bool:
+    def _store(self, id: str, payload: bytes, earlier: int) -> bool:
         if id in self.known:
             return False
-        self.known.add(id)
+        self.known[id] = None
+        while len(self.known) > _REMEMBERED and (oldest := next(iter(self.known))) not in self.open:
+            del self.known[oldest]
         self.open[id] = len(self.groups)
         self.bytes += len(payload)
         for group in self.groups.values():
-            group.add(MemoryMessage(id, payload))
+            group.add(MemoryMessage(id, payload, earlier))
         return True
 
     def settled(self, message: MemoryMessage) -> None:

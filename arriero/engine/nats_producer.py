@@ -27,7 +27,7 @@ class NatsProducer:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def put(self, id: str, payload: bytes) -> bool:
+    async def put(self, id: str, payload: bytes, *, earlier: int = 0) -> bool:
         await self._check(id, payload)
         self._under_way += 1
         self._idle.clear()

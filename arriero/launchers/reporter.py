@@ -122,7 +122,9 @@ class Reporter:
     def finish(self, state: State, error: str, restarts: Mapping[str, int]) -> RunSummary:
         """Account for the prompts still under way, write the summary and close the files."""
         if under_way := (*self.ledger.in_flight_origins, *sorted(self._held_out)):
-            parent = f"run-{self._options.run_id}"
+            # An earlier life of the run may have let go of prompts, too, under a name of its own.
+            before = self.ledger.dropped["end_of_run"]
+            parent = f"run-{self._options.run_id}" + (f"-{before}" if before else "")
             with suppress(OSError):  # accounted for all the same
                 self._take(DroppedEvent(node="run", parent=parent, origins=under_way, reason="end_of_run"))
         problems = [p for p in (*self._contradictions, self._imbalance()) if p]

@@ -78,6 +78,7 @@ class Restarts:
         if self.over:  # nobody would end it
             return None
         self.counts[p.name] += 1
+        self._at[p.name] = time.monotonic()
         why = killed(p.name, number, p.log).message
         await record(broker, Restarted(name=p.name, number=self.counts[p.name], why=signal_name(number)))
         print(
@@ -85,7 +86,6 @@ class Restarts:
             file=sys.stderr,
             flush=True,
         )
-        self._at[p.name] = time.monotonic()
         return self._start(p.name)
 
     def age_s(self, name: str) -> float:

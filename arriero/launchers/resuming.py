@@ -64,7 +64,7 @@ def go_on(
     number = 1 + sum(isinstance(e, Resumed) for e in events)
     told = tuple(f"{key}: {what}" for key, what in (changed or {}).items())
     resumed = Resumed(number=number, versions=versions, anew=anew, changed=told, why=why)
-    history = effective([*history, resumed])
+    history = effective([*events, resumed])
     _write(run.ledger, [*events, resumed])
     _write(run.history, [resumed, *history])
     _cut_metrics(run.metrics, min(versions.values(), default=0))

@@ -27,7 +27,9 @@ M = TypeVar("M", bound=BaseModel)
 MARKS = ("manifest.json", "graph.json", "options.json")
 
 # What a run writes, apart from logs; of one that was started again, the earlier ones' lies below ATTEMPTS.
-OUTPUTS = ("metrics.jsonl", "ledger.jsonl", "history.jsonl", "summary.json", "tensorboard", "lineage")
+OUTPUTS = (
+    "metrics.jsonl", "ledger.jsonl", "history.jsonl", "summary.json", "tensorboard", "lineage", "checkpoints",
+)  # fmt: skip
 ATTEMPTS = "attempts"
 
 

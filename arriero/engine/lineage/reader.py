@@ -197,7 +197,7 @@ class Lineage:
         if not isinstance(event, Resumed):
             self.history.append(event)
             return
-        self.history = effective([*self.history, event])
+        self.history = effective(self.events)
         changed = "".join(f", {what}" for what in event.changed)
         self.since += [f"went on from {event.versions}{changed}"] if self.ends else []
         newest = max(event.versions.values(), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from threading import Lock
 
 from arriero.engine.runtime.ledger import Ledger
 from arriero.schemas.checkpoints import Frontier
@@ -11,9 +12,10 @@ from arriero.schemas.messages import Outcome
 
 
 class FrontierFold:
-    """`frontier` says how far the run has come, by the events applied so far."""
+    """`frontier` says how far the run has come, by the events applied so far; from any thread."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._ledger = Ledger()
         self._events = self._cursor = 0
         self._right: defaultdict[int, int] = defaultdict(int)  # by version
@@ -21,6 +23,10 @@ class FrontierFold:
 
     def apply(self, event: Event) -> None:
         """Take one event of the ledger into account."""
+        with self._lock:
+            self._apply(event)
+
+    def _apply(self, event: Event) -> None:
         self._events += 1
         self._ledger.apply(event)
         match event:
@@ -34,6 +40,10 @@ class FrontierFold:
 
     def frontier(self) -> Frontier:
         """As of now."""
+        with self._lock:
+            return self._now()
+
+    def _now(self) -> Frontier:
         shares = {v: self._right[v] / n for v, n in self._samples.items() if n}
         best = max(shares, key=lambda v: shares[v], default=None)
         ledger = self._ledger

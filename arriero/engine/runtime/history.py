@@ -19,12 +19,19 @@ class History:
 
     `lives`: how often this replica had started before. `made`: the steps of this node. `admitted`: all
     records that were let in, by origin, and `open` those of them that are neither trained nor given up nor
-    evaluated. All of them are whole when `read` is set.
+    evaluated; for a `source` alone. All of them are whole when `read` is set.
     """
 
     def __init__(
-        self, node: str, replica: int, broker: Broker, heard: Sequence[Callable[[Event], None]]
+        self,
+        node: str,
+        replica: int,
+        broker: Broker,
+        heard: Sequence[Callable[[Event], None]],
+        *,
+        source: bool = False,
     ) -> None:
+        self._source = source
         self._node, self._replica, self._broker, self._heard = node, replica, broker, heard
         self._life = token_hex(8)
         self.lives = 0
@@ -47,7 +54,7 @@ class History:
 
     def _remember(self, event: Event) -> None:
         match event:
-            case Admitted():
+            case Admitted() if self._source:
                 self.admitted[event.origin] = event
                 self.open.add(event.origin)
             case Trained():

@@ -20,12 +20,21 @@ from arriero.schemas.ledger import (
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
-    """What counts of a ledger: without what a resumed run has undone, and without the news of lives."""
+    """What counts of a ledger: without what a resumed run has undone, and without the news of lives.
+
+    Give all of its events: what a run that went on with other data has let go stays dropped in every later
+    life.
+    """
     kept: list[Event] = []
+    for_good: set[str] = set()  # parents of drops that no later life undoes
     for event in events:
         match event:
             case Resumed():
-                kept = [k for k in kept if not _undone(k, event)]
+                undone = [k for k in kept if _undone(k, event, for_good)]
+                gone = {k.origin for k in undone if isinstance(k, Admitted)}
+                kept = _without([k for k in kept if not _undone(k, event, for_good)], gone)
+                if event.anew:
+                    for_good |= {k.parent for k in kept if isinstance(k, DroppedEvent)}
             case Restarted():
                 pass
             case _:
@@ -33,13 +42,25 @@ def effective(events: Iterable[Event]) -> list[Event]:
     return kept
 
 
-def _undone(event: Event, by: Resumed) -> bool:
+def _without(events: Iterable[Event], origins: set[int]) -> list[Event]:
+    """Without drops of these records, which were never let in."""
+    kept: list[Event] = []
+    for event in events:
+        if isinstance(event, DroppedEvent) and not origins.isdisjoint(event.origins):
+            left = tuple(o for o in event.origins if o not in origins)
+            kept += [event.model_copy(update={"origins": left})] if left else []
+        else:
+            kept.append(event)
+    return kept
+
+
+def _undone(event: Event, by: Resumed, for_good: set[str]) -> bool:
     newest = min(by.versions.values(), default=0)
     match event:
         case Trained():
             return event.version > by.versions.get(event.node, event.version)
         case DroppedEvent():
-            return event.reason == "end_of_run" and not by.anew
+            return event.reason == "end_of_run" and not by.anew and event.parent not in for_good
         case Admitted():
             return event.split == "eval" and event.min_version > newest
         case Evaluated():

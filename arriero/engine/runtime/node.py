@@ -75,8 +75,8 @@ class NodeRunner:
         self._ahead = Ahead(window.producer) if window and window.producer != name else None
         self._makes_versions = issubclass(node.output, Weights)
         trainer = name if self._makes_versions else _trainer_after(spec, name, window)
-        self._frontier, done = FrontierFold(), Done(trainer)
-        heard = [done.apply, self._ahead.apply if self._ahead else self._frontier.apply]
+        self._frontier, self._done = FrontierFold(), Done(trainer)
+        heard = [self._done.apply, self._ahead.apply if self._ahead else self._frontier.apply]
         self.history = History(name, context.replica, broker, heard)
         self._steps: dict[int, Trained] = {}  # those of earlier lives
         self._has_consumers = bool(spec.consumers(name))
@@ -93,7 +93,7 @@ class NodeRunner:
             broker,
             self.outbox,
             window=window,
-            done=done,
+            done=self._done,
             version=lambda: self._ahead.version if self._ahead else self._version,
             max_deliveries=options.max_deliveries,
         )
@@ -271,6 +271,8 @@ class NodeRunner:
     async def give(self, output: Record, parents: tuple[str, ...], *, first: Event | None = None) -> None:
         """Hand a stamped output to the outbox with the leases it answers; `first` is recorded before it."""
         taken = self._taken()
+        held = [s.taken[p][0] for s in self._edges.values() for p in parents if p in s.taken]
+        earlier = max((lease.deliveries - 1 for lease in held), default=0)
         self.clock.given += 1
         self.clock.tokens += sampled_tokens(output)
         beside: Event | None = None
@@ -280,16 +282,19 @@ class NodeRunner:
                 batch = taken[parents[0]]
                 beside = trained(self.node.name, output, batch)
                 self.clock.tokens += trained_tokens(batch)
-        if self._ahead is not None:
+        # What a crash made come again has been trained already, and replaces nothing.
+        if self._ahead is not None and not (output.origins and all(o in self._done for o in output.origins)):
             self._ahead.gave(output)
         if self._handover is not None and isinstance(output, RolloutGroup):
             self._handover.lengths.note(output)
         siblings = self._children.pop(parents, [])
         if parents and len(siblings) + 1 >= self._produces:
             leases = tuple(lease for p in parents for lease in self._answer(p))
-            await self.outbox.put(output, leases, first=first, beside=beside, siblings=siblings)
+            await self.outbox.put(
+                output, leases, first=first, beside=beside, siblings=siblings, earlier=earlier
+            )
         else:
-            answer = await self.outbox.put(output, (), first=first, beside=beside)
+            answer = await self.outbox.put(output, (), first=first, beside=beside, earlier=earlier)
             if parents:
                 self._children[parents] = [*siblings, answer]
 

@@ -61,18 +61,20 @@ class Outbox:
         first: Event | None = None,
         beside: Event | None = None,
         siblings: Sequence[asyncio.Task[None]] = (),
+        earlier: int = 0,
     ) -> asyncio.Task[None]:
         """Hand over a stamped record and the leases that its publication acknowledges; waits for room.
 
         The event `first` is durable before the record is sent; `beside` is recorded at the same time.
-        `siblings` are the answers to the same leases that were handed over before. Returns the answer.
+        `siblings` are the answers to the same leases that were handed over before, `earlier` is how often its
+        parents had been delivered in vain. Returns the answer.
         """
         while len(self._sending) >= self._most:
             await self._wait("room on its own edge")
         self._check()
         sending = object()
         self._sending.add(sending)
-        work = self._publish(record, first, beside, partial(self._sending.discard, sending))
+        work = self._publish(record, first, beside, partial(self._sending.discard, sending), earlier)
         answer = self._start(self._acknowledged(work, leases, siblings), leases)
         answer.add_done_callback(lambda _: self._sending.discard(sending))
         return answer
@@ -147,7 +149,12 @@ class Outbox:
         await together(*(lease.ack() for lease in leases))
 
     async def _publish(
-        self, record: Record, first: Event | None, beside: Event | None, sent: Callable[[], None]
+        self,
+        record: Record,
+        first: Event | None,
+        beside: Event | None,
+        sent: Callable[[], None],
+        earlier: int,
     ) -> None:
         payload = encode(record)
         if first is not None:
@@ -158,7 +165,7 @@ class Outbox:
         sends += [self._broker.append(log, record.id, payload) for log in self._logs]
         producer, left = self._producer, self._consumers_left
         if producer is not None and left is not None:
-            sends.append(self._unless(left, producer.put(record.id, payload)))
+            sends.append(self._unless(left, producer.put(record.id, payload, earlier=earlier)))
         await together(*sends)
         sent()
         self._moved.set()

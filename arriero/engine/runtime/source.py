@@ -32,7 +32,9 @@ class SourceRunner(NodeRunner):
         super().__init__(*args, **kwargs)
         mine = tuple(w for w in windows(self.spec) if self.node.name in w.sources)
         self._gate = Gate(mine, steps(self.graph, tuple(w.producer for w in mine)))
-        self.history = History(self.node.name, self.context.replica, self.broker, [self._gate.apply])
+        self.history = History(
+            self.node.name, self.context.replica, self.broker, [self._gate.apply], source=True
+        )
         component = self.node.component
         self._evaluates = component if mine and isinstance(component, HasEvaluation) else None
         self._evaluation: Evaluation | None = None
