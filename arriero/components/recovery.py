@@ -43,7 +43,7 @@ class Recovery:
         if not context.made:
             return
         store = CheckpointStore(checkpoints.place(context.run_dir, context.run_id, context.node))
-        if (found := _agreed(store, self._oldest_needed, ranks)) is not None:
+        if (found := _agreed(store, self._oldest_needed, self.version, ranks)) is not None:
             restore(state, store, found)
         _log.warning(
             "%s goes on from version %d: a checkpoint of version %d and %d recorded batches",
@@ -106,11 +106,15 @@ class Recovery:
         return self._record.trained_batch(step)
 
 
-def _agreed(store: CheckpointStore, at_most: int, ranks: Ranks) -> int | None:
-    """The newest checkpoint that is old enough, as the first rank finds it; None: begin with the model."""
+def _agreed(store: CheckpointStore, at_most: int, newest: int, ranks: Ranks) -> int | None:
+    """The newest checkpoint that is old enough, as the first rank finds it; None: begin with the model.
+
+    One after the `newest` version of the ledger is removed: that version will be made anew.
+    """
     from arriero.engine.weights.ranks import first_says
 
     def look() -> bytes:
+        store.forget_after(newest)
         found = store.newest(at_most=at_most)
         return b"" if found is None else str(found).encode()
 

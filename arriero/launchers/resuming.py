@@ -3,7 +3,8 @@
     ledger (of the record, if there is one) -> the newest version that each trainer can come back to
         -> `Resumed`: what came after it is undone -> history.jsonl, which the new hub fills the ledger with
 
-The ledger file and the record keep what was undone: they are only ever added to.
+Ledger and record keep what was undone. Where there is a record, the ledger file is written anew from it: what
+a kill kept from the record never happened.
 """
 
 from __future__ import annotations
