@@ -71,7 +71,7 @@ class IndexFile(Message):
     overview: Overview
 
 
-_FORMAT = 4  # of the tables: one more whenever a column changes
+_FORMAT = 5  # of the tables: one more whenever a column changes
 
 
 class Index:

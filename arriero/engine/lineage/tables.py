@@ -4,8 +4,8 @@
 |------------|-------------------------------------------------------------------------------------------|
 | `steps`    | a version that was trained: its batch, staleness, reward, loss and all other measures       |
 | `rollouts` | a response, as the last node left it: prompt, reward, outcome, versions that sampled it,    |
-|            | length, place of its arrays                                                                |
-| `samples`  | a rollout in a batch: the step that was made from it, its reward there                       |
+|            | length, place of its arrays; `raw` is the reward before shaping, if that is another         |
+| `samples`  | a rollout in a batch: the step made from it, its reward there, place of its advantages        |
 | `prompts`  | an admission: row, epoch, and what became of it                                              |
 | `weights`  | a version that a loop carried, with its fingerprint                                          |
 | `events`   | something that happened to the run: a restart, that it went on, how it failed                |
@@ -83,6 +83,7 @@ def _rollouts(lineage: Lineage) -> Blocks:
             g.sampled, g.oldest, g.newest, g.finishes, g.temperatures, g.seeds, [g.arrays.part] * n, starts,
             [f"{g.recorded}/{k}" if g.recorded else "" for k in range(n)],
             [next(iter(origins_of(g)), None)] * n, [t.part] * n, [t.start] * n, [t.size] * n,
+            s.raw if s else nothing,
         )  # fmt: skip
 
 
@@ -93,9 +94,10 @@ def _samples(lineage: Lineage) -> Blocks:
         n = len(b.group)
         ids = [lineage.groups[g].id if g in lineage.groups else "" for g in b.groups]
         rollouts = [f"{ids[g]}/{r}" if r >= 0 else "" for g, r in zip(b.group, b.rollout, strict=True)]
+        starts = [*accumulate(b.lengths, initial=b.advantages.start)][:n]
         yield (
             [steps.get(b.id)] * n, [b.id] * n, range(n), [b.groups[g] for g in b.group], rollouts, b.rewards,
-            b.origin, b.lengths,
+            b.origin, b.lengths, [b.advantages.part] * n, starts,
         )  # fmt: skip
 
 
@@ -145,14 +147,15 @@ _TABLES: dict[str, tuple[dict[str, str], Callable[[Lineage], Blocks]]] = {
             "reward_version": "string", "length": "int64", "sampled": "int64", "oldest": "int64",
             "newest": "int64", "finish": "string", "temperature": "double", "seed": "int64", "part": "int64",
             "start": "int64", "recorded": "string", "origin": "int64",
-            "text_part": "int64", "text_start": "int64", "text_size": "int64",
+            "text_part": "int64", "text_start": "int64", "text_size": "int64", "raw": "double",
         },
         _rollouts,
     ),
     "samples": (
         {
             "version": "int64", "batch": "string", "number": "int64", "scored": "string", "rollout": "string",
-            "reward": "double", "origin": "int64", "length": "int64",
+            "reward": "double", "origin": "int64", "length": "int64", "advantage_part": "int64",
+            "advantage_start": "int64",
         },
         _samples,
     ),
