@@ -145,6 +145,20 @@ def test_an_evicted_hub_restarts_the_job_which_runs_to_its_end(cluster: Cluster)
     assert cluster.run.read_summary().state == "finished"
 
 
+def test_an_evicted_pod_is_made_anew_and_the_run_goes_on(cluster: Cluster) -> None:
+    cluster.submit("--steps", "120")
+    cluster.until(lambda: cluster.steps() >= 2)
+    first = cluster.pod("generator-0")
+    trainer = cluster.pod("trainer-0").process
+    cluster.api.evict(first, grace_s=1.0)  # its agent would stay longer
+    cluster.until(lambda: cluster.job().phase == "Completed")
+    assert cluster.pod("generator-0") is not first
+    assert cluster.pod("trainer-0").process is trainer
+    assert cluster.job().retries == 0
+    summary = cluster.run.read_summary()
+    assert (summary.state, summary.steps, summary.restarts) == ("finished", 120, {"generator-0": 1})
+
+
 @pytest.mark.parametrize(
     ("code", "message", "remedy"),
     [

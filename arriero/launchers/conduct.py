@@ -2,8 +2,9 @@
 
     start nats-server -> declare -> publish hub.json -> all replicas arrive -> supervise, record -> all leave
 
-Its exit code is that of the run. A run that SIGTERM told to stop (preemption, the time limit) ends with code
-75, for which the job is started again; one that `arriero cancel` stopped has a file `cancelled`.
+Its exit code is that of the run. A run that SIGTERM told to stop (preemption, the time limit), and one that
+lost a process which can't come back alone, end with code 75, for which the job is started again; one that
+`arriero cancel` stopped has a file `cancelled`.
 """
 
 from __future__ import annotations
@@ -170,7 +171,11 @@ async def _conduct(
         finally:
             with suppress(BrokerError, TimeoutError):
                 await asyncio.wait_for(link.close(), _LEAVE_S)
-    return conductor.conclude(outcome)
+    code = conductor.conclude(outcome)
+    if outcome.failure is None or not outcome.failure.again:
+        return code
+    print("arriero: all of the run may start again, as often as `requeues` of the profile says", flush=True)
+    return INTERRUPTED
 
 
 if __name__ == "__main__":

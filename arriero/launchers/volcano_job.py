@@ -81,7 +81,6 @@ def request(app: AppDef, plan: Plan) -> VolcanoRequest:
         "minAvailable": sum(place.tasks for place in plan.places),
         "maxRetry": plan.profile.requeues + 1,
         "plugins": {"env": [], "svc": ["--publish-not-ready-addresses"]},
-        "policies": [{"event": "PodEvicted", "action": "RestartJob"}],
         "tasks": tasks,
     }
     if needs.priority_class:
@@ -103,16 +102,32 @@ def job_name(plan: Plan) -> str:
 
 
 def _task(role: Role, place: Place, plan: Plan, name: str) -> dict[str, Any]:
-    policies: list[dict[str, Any]] = [{"event": "TaskCompleted", "action": "CompleteJob"}]
-    # In this order: the first that fits counts.
-    policies += [{"exitCode": code, "action": "RestartJob"} for code in (PREEMPTED, _KILLED)]
-    policies += [{"event": "PodFailed", "action": "TerminateJob"}]
-    task: dict[str, Any] = {
+    return {
         "name": place.name,
         "replicas": place.tasks,
         "template": _pod(role, place, plan, name),
+        "policies": _hub_policies() if place.role == HUB else _policies(),
     }
-    return {**task, "policies": policies} if place.role == HUB else task
+
+
+def _hub_policies() -> list[dict[str, Any]]:
+    """Its end is the job's. In this order: the first that fits counts."""
+    again = [{"exitCode": code, "action": "RestartJob"} for code in (PREEMPTED, _KILLED)]
+    return [
+        {"event": "TaskCompleted", "action": "CompleteJob"},
+        {"event": "PodEvicted", "action": "RestartJob"},
+        *again,
+        {"event": "PodFailed", "action": "TerminateJob"},
+    ]
+
+
+def _policies() -> list[dict[str, Any]]:
+    """None for a pod that was deleted (its node is drained): without one Volcano makes it anew.
+
+    A container that ends starts again in its pod, so a pod fails only when its node takes it down. Volcano
+    keeps such a pod, and not all versions know how to restart it alone.
+    """
+    return [{"event": "PodFailed", "action": "RestartJob"}]
 
 
 def _pod(role: Role, place: Place, plan: Plan, name: str) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Pod:
     """One pod and the process that its container is."""
 
     name: str
+    index: int
     task: Json
     log: Path
     command: list[str]
@@ -75,6 +76,7 @@ class Pod:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     killed: bool = False
+    evicted: bool = False
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -92,14 +94,14 @@ class Pod:
         code = self.code()
         return "Running" if code is None else "Failed" if code else "Succeeded"
 
-    def kill(self) -> None:
+    def kill(self, grace_s: float = GRACE_S) -> None:
         """SIGTERM to its first process; SIGKILL to all after the grace period."""
         assert self.process is not None
         self.killed = True
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(GRACE_S)
+                self.process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
@@ -118,6 +120,14 @@ class Stored:
     def aborted(self) -> bool:
         """Another thread says so."""
         return self.phase == "Aborted"
+
+
+def _policy(stored: Stored, pod: Pod, event: str, code: int = 0) -> str | None:
+    """The action of the first policy that fits, of the task or else of the job."""
+    for policy in (*pod.task.get("policies", []), *stored.body["spec"].get("policies", [])):
+        if policy.get("event") == event or (code and policy.get("exitCode") == code):
+            return cast("str", policy["action"])
+    return None
 
 
 class ApiServer:
@@ -151,6 +161,11 @@ class ApiServer:
         self._http.shutdown()
         self._http.server_close()
 
+    def evict(self, pod: Pod, grace_s: float) -> None:
+        """As `kubectl drain` does: the pod is told, ended after `grace_s`, and gone."""
+        pod.kill(grace_s)
+        pod.evicted = True
+
     def run(self, namespace: str, stored: Stored) -> None:
         """The life of a job, as Volcano's controller leads it."""
         name = stored.body["metadata"]["name"]
@@ -160,7 +175,7 @@ class ApiServer:
         while not self.over and stored.phase == "Running":
             time.sleep(0.05)
             with self.lock:
-                action = None if stored.aborted else self._action(stored)
+                action = None if stored.aborted else self._action(namespace, stored)
                 if action is None:
                     continue
                 stored.phase = {
@@ -188,20 +203,27 @@ class ApiServer:
             pod.start()
         stored.phase = "Running"
 
-    def _action(self, stored: Stored) -> str | None:
-        """What the policies say of how the pods are; containers of OnFailure start again."""
-        for pod in stored.pods:
+    def _action(self, namespace: str, stored: Stored) -> str | None:
+        """What the policies say of how the pods are.
+
+        Containers of OnFailure start again; a pod that is gone, and of which no policy says anything, is made
+        anew.
+        """
+        for at, pod in enumerate(stored.pods):
+            if pod.evicted:
+                if action := _policy(stored, pod, "PodEvicted"):
+                    return action
+                stored.pods[at] = self._pod(namespace, stored, pod.task, pod.index)
+                stored.pods[at].start()
+                continue
             code = pod.code()
             if code is None or pod.killed:
                 continue
             if code and pod.task["template"]["spec"]["restartPolicy"] == "OnFailure":
                 pod.restarts += 1
                 pod.start()
-                continue
-            event = "PodFailed" if code else "TaskCompleted"
-            for policy in pod.task.get("policies", []):
-                if policy.get("exitCode") == code or policy.get("event") == event:
-                    return cast("str", policy["action"])
+            elif action := _policy(stored, pod, "PodFailed" if code else "TaskCompleted", code):
+                return action
         return None
 
     def _pod(self, namespace: str, stored: Stored, task: Json, index: int) -> Pod:
@@ -217,7 +239,7 @@ class ApiServer:
                 command = [re.sub(rf"^{re.escape(path)}(?=/|$)", str(folder), word) for word in command]
         environment = {**os.environ, "VC_TASK_INDEX": str(index), "VC_HUB_HOSTS": f"{job}-hub-0.{job}"}
         environment |= {e["name"]: self._value(namespace, stored, e) for e in container["env"]}
-        return Pod(name, task, self.folder / f"{name}.log", command, environment)
+        return Pod(name, index, task, self.folder / f"{name}.log", command, environment)
 
     def _mounted(self, namespace: str, secret: str) -> Path:
         folder = self.folder / "secrets" / secret
