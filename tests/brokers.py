@@ -14,6 +14,9 @@ from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer
 from arriero.schemas.graph import Capacity
 
+LEASE_S = 0.4
+PROMPT_S = 0.3  # "at once" on a busy machine; milliseconds on an idle one
+
 
 @dataclass
 class Engine:
@@ -110,3 +113,9 @@ async def take_all(consumer: Consumer) -> list[str]:
                 await lease.ack()
                 ids.append(lease.id)
     return ids
+
+
+async def cancelled(awaitable: asyncio.Future[object]) -> None:
+    awaitable.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await awaitable
