@@ -31,6 +31,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolic
 from arriero.engine.broker import Broker, EdgeDecl
 from arriero.engine.memory import MemoryBroker
 from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_access import OWNER
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.schemas.graph import Capacity
 
@@ -86,7 +87,7 @@ async def nats_pipe(server: NatsServer, name: str) -> Pipe:
 async def raw_pipe(server: NatsServer, name: str) -> Pipe:
     clients = [Client(), Client()]
     for client in clients:
-        await client.connect(server.url, token=server.token)  # pyright: ignore[reportUnknownMemberType]
+        await client.connect(server.url, user=OWNER, password=server.token)  # pyright: ignore[reportUnknownMemberType]
     publishing, fetching = (client.jetstream() for client in clients)  # pyright: ignore[reportUnknownMemberType]
     config = StreamConfig(
         name=name,

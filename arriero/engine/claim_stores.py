@@ -68,6 +68,8 @@ class FolderStore:
         return self.folder / token(edge) / f"{name}.{token(group)}"
 
     def _grave(self, edge: str, name: str, group: str) -> Path:
+        if not name.isalnum():
+            raise FileNotFoundError(f"{name!r} is no name of a payload")
         return self.folder / "=dead" / token(edge) / f"{name}.{token(group)}"
 
     def url(self, edge: str, name: str) -> str:

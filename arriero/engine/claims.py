@@ -18,7 +18,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import xxhash
@@ -50,9 +50,9 @@ _LOOK_FOR_DEAD_S = 1.0
 class Claim(msgspec.Struct, frozen=True, array_like=True):
     """What the edge carries for a payload; `name` is relative to the store, `hash` XXH3 of 128 bits."""
 
-    name: str
-    size: int
-    hash: bytes
+    name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # it becomes a part of a path
+    size: Annotated[int, msgspec.Meta(ge=0)]
+    hash: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 def _encode(claim: Claim) -> bytes:
@@ -60,9 +60,13 @@ def _encode(claim: Claim) -> bytes:
 
 
 def _decode(payload: bytes) -> Claim | None:
+    """None for a payload itself; also for a claim that no producer makes, which its reader can't decode."""
     if not payload.startswith(_MAGIC):
         return None
-    return msgspec.msgpack.decode(payload[len(_MAGIC) :], type=Claim)
+    try:
+        return msgspec.msgpack.decode(payload[len(_MAGIC) :], type=Claim)
+    except msgspec.MsgspecError:
+        return None
 
 
 class ClaimChecked:

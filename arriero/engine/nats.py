@@ -21,7 +21,7 @@ from arriero.engine.nats_edge import NatsEdge
 from arriero.engine.nats_lease import NatsLease
 from arriero.engine.nats_link import Forgotten, JetStreamError, Link
 from arriero.engine.nats_log import Follower, append, declare_log
-from arriero.engine.nats_names import Names, from_token
+from arriero.engine.nats_names import Names
 from arriero.engine.nats_producer import NatsProducer
 from arriero.engine.nats_pulse import Heartbeat, Pulse
 
@@ -55,7 +55,7 @@ class NatsBroker:
         replicas: int = 1,
         timeout_s: float = 20.0,
     ) -> NatsBroker:
-        """Connect to the server at `url` as a member of `run`.
+        """Connect to the server at `url` as a member of `run`; `token` opens an account (`nats_access`).
 
         `timeout_s` bounds every wait for a server that is away. `storage` and `replicas` (of a cluster) are
         those of the edges and logs that this connection declares. Raises BrokerError.
@@ -171,7 +171,7 @@ class NatsBroker:
 
     async def _on_beat(self, msg: Msg) -> None:
         assert self._heard is not None
-        self._heard[from_token(msg.subject.rpartition(".")[2])] = (time.monotonic(), msg.data)
+        self._heard[self._names.beat_key(msg.subject)] = (time.monotonic(), msg.data)
 
     async def _read_beats(self) -> None:
         """Beats before our time count as heard now: nobody is called dead for a wait he didn't cause."""
@@ -186,7 +186,7 @@ class NatsBroker:
         for subject in subjects:
             if message := await self._get(stream, {"last_by_subj": subject}):
                 beat = base64.b64decode(message["data"])
-                self._heard.setdefault(from_token(subject.rpartition(".")[2]), (time.monotonic(), beat))
+                self._heard.setdefault(self._names.beat_key(subject), (time.monotonic(), beat))
 
     async def evict(self, key: str) -> None:
         stream, subject = self._names.beats_stream, self._names.beat_subject(key)

@@ -21,6 +21,7 @@ from nats.errors import Error as NatsError
 
 from arriero.engine.broker import BrokerError
 from arriero.engine.certificates import trusting
+from arriero.engine.nats_access import inbox_prefix, login
 
 _log = logging.getLogger(__name__)
 _FORGOTTEN_S = 1.0
@@ -101,7 +102,7 @@ class Link:
         self._away_since = asyncio.get_running_loop().time()
         self._refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._last_error = ""
-        self._replies: dict[str, asyncio.Future[Msg]] = {}
+        self._replies: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # what was asked, and who waits
         self._tokens = itertools.count()
         self._inbox = ""
 
@@ -129,10 +130,12 @@ class Link:
         return link
 
     async def _connect(self, url: str, token: str, name: str) -> None:
-        client = cast(Client, self._client)
+        client, (account, password) = cast(Client, self._client), login(token)
         await client.connect(
             url.partition("?")[0],
-            token=token or None,
+            user=account,
+            password=password,
+            inbox_prefix=inbox_prefix(account).encode(),
             tls=trusting(url),
             name=name,
             error_cb=self._on_error,
@@ -165,8 +168,16 @@ class Link:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
-        if "authorization violation" in self._last_error.lower() and not self._refused.done():
+        said = self._last_error.lower()
+        if "authorization violation" in said and not self._refused.done():
             self._refused.set_result(None)
+        if "permissions violation" in said:
+            _log.warning("%s: %s", self.server, self._last_error)
+            for subject, future in self._replies.values():
+                if f'"{subject.lower()}"' in said and not future.done():
+                    future.set_exception(
+                        BrokerError(f"{self.server} allows it to other roles only: {subject}")
+                    )
         _log.debug("%s: %s", self.server, self._last_error)
 
     async def _on_disconnect(self) -> None:
@@ -185,7 +196,7 @@ class Link:
             await call()
 
     async def _on_reply(self, msg: Msg) -> None:
-        future = self._replies.get(msg.subject.rpartition(".")[2])
+        _, future = self._replies.get(msg.subject.rpartition(".")[2], ("", None))
         if future is not None and not future.done():
             future.set_result(msg)
 
@@ -239,7 +250,7 @@ class Link:
             patience = min(deadline, loop.time() + _FORGOTTEN_S) if forgotten else deadline
             token = str(next(self._tokens))
             future: asyncio.Future[Msg] = loop.create_future()
-            self._replies[token] = future
+            self._replies[token] = (subject, future)
             self.waiting.add(future)
             try:
                 async with asyncio.timeout_at(patience):

@@ -5,7 +5,7 @@
 | edge       | `<run>-<edge>`     | `<run>.edge.<edge>`              |
 | log        | `<run>-log-<log>`  | `<run>.log.<log>.<hash of id>`   |
 | ends       | `<run>-ctl-ends`   | `<run>.end.<edge>.<replica>`     |
-| heartbeats | `<run>-ctl-beats`  | `<run>.beat.<key>`               |
+| heartbeats | `<run>-ctl-beats`  | `<run>.beat.<key, "-" as ".">`   |
 | dead       | `<run>-ctl-dead`   | `<run>.dead`                     |
 | hints      | none               | `<run>.settled.<edge>.<group>`   |
 |            |                    | `<run>.ended.<edge>.<replica>`   |
@@ -78,7 +78,12 @@ class Names:
         return f"{self.run}-ctl-beats"
 
     def beat_subject(self, key: str | None = None) -> str:
-        return f"{self.run}.beat.{'*' if key is None else token(key)}"
+        """A key is `<role>-<replica>-<rank>`: a role can be allowed its own subjects alone."""
+        return f"{self.run}.beat.{'>' if key is None else '.'.join(map(token, key.split('-')))}"
+
+    def beat_key(self, subject: str) -> str:
+        """The key behind the subject of a heartbeat."""
+        return "-".join(map(from_token, subject.split(".")[2:]))
 
     @property
     def dead_stream(self) -> str:

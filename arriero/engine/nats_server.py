@@ -1,7 +1,7 @@
 """Find a `nats-server` binary, start one for a run on this machine, stop it.
 
-The server listens on loopback with a token; the token stands only in a configuration file that nobody else
-may read. It dies with the process that started it.
+The server listens on loopback, and with TLS where other hosts are to reach it; what opens its accounts stands
+only in a configuration file that nobody else may read. It dies with the process that started it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 
 from arriero.engine.broker import BrokerError
 from arriero.engine.certificates import CERTIFICATE, KEY, address, make_certificate
+from arriero.engine.nats_access import Access, authorization
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_PAYLOAD_BYTES = 8 << 20
@@ -31,7 +34,7 @@ _HANDSHAKE_S = 60  # the default of 2 s isn't enough when a thousand replicas ar
 
 @dataclass(frozen=True, kw_only=True)
 class NatsServer:
-    """A server of ours: `url` has no secret in it, `token` opens it.
+    """A server of ours: `url` has no secret in it, `token` opens it to its owner.
 
     With TLS the URL names the certificate that the server shows: `tls://host:port?ca=FILE`.
     """
@@ -85,16 +88,18 @@ def start_server(
     public: str = "",
     peers: Sequence[str] = (),
     store: Path | None = None,
+    access: Access | None = None,
     timeout_s: float = 10.0,
 ) -> NatsServer:
     """Start a server that keeps its store, configuration and log in `folder`; returns when it listens.
 
     `port` 0 takes a free one, `token` "" makes one up. With `public`, the name by which other hosts reach
     this one, it listens on every address, with TLS. `peers` are the cluster addresses (host:port, its own
-    first) of the servers that it replicates with. `store` is another folder for the messages. A server
-    started again with the same folder, port and token goes on with what it had. It dies with the calling
-    *thread* (Linux), so call from one that lives as long as the run. Raises BrokerError naming port or log if
-    it doesn't come up within `timeout_s`.
+    first) of the servers that it replicates with, on loopback: they talk without TLS. `store` is another
+    folder for the messages, `access` what others than its owner may do. A server started
+    again with the same folder, port and token goes on with what it had. It dies with the calling *thread*
+    (Linux), so call from one that lives as long as the run. Raises BrokerError naming port or log if it
+    doesn't come up within `timeout_s`.
     """
     token = token or secrets.token_urlsafe(32)
     if not re.fullmatch(r"[A-Za-z0-9_\-]{8,}", token):
@@ -104,9 +109,14 @@ def start_server(
     config = folder / "nats-server.conf"
     for stale in folder.glob("*.ports"):  # a killed server leaves its file behind
         stale.unlink()
+    if open_to_others := [a for a in (host, *peers) if not _loopback(a)]:
+        raise BrokerError(
+            f"{open_to_others[0]} isn't on loopback, and would be served without TLS; use public="
+        )
     host = "0.0.0.0" if public else host
-    monitor = "" if monitor_port is None else f'http: "{host}:{monitor_port or -1}"\n'
-    text = _config(folder, store or folder / "store", log, f"{host}:{port or -1}", token, monitor)
+    monitor = "" if monitor_port is None else f'http: "127.0.0.1:{monitor_port or -1}"\n'
+    text = _config(folder, store or folder / "store", log, f"{host}:{port or -1}", monitor)
+    text += authorization(token, access, _HANDSHAKE_S)
     if public:
         certificate = make_certificate(folder)
         key = certificate.with_name(KEY)
@@ -137,11 +147,18 @@ def start_server(
     return NatsServer(url=url, token=token, log=log, process=process)
 
 
-def _config(folder: Path, store: Path, log: Path, listen: str, token: str, monitor: str) -> str:
+def _loopback(address: str) -> bool:
+    """Whether it is a loopback address, alone or as `address:port`."""
+    host = address.rpartition(":")[0] if address.count(":") == 1 else address
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _config(folder: Path, store: Path, log: Path, listen: str, monitor: str) -> str:
     return f"""\
 listen: {json.dumps(listen)}
-{monitor}authorization {{ token: {json.dumps(token)}, timeout: {_HANDSHAKE_S} }}
-jetstream {{ store_dir: {json.dumps(str(store))}, max_file_store: 1TB, max_memory_store: 64GB }}
+{monitor}jetstream {{ store_dir: {json.dumps(str(store))}, max_file_store: 1TB, max_memory_store: 64GB }}
 max_payload: {MAX_PAYLOAD_BYTES}
 max_pending: 256MB
 ping_interval: "5s"

@@ -28,8 +28,9 @@ from pathlib import Path
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.errors import UserError
 from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_access import credential
 from arriero.launchers.child import Child
-from arriero.launchers.hub import TOKEN, wait_for_hub
+from arriero.launchers.hub import AGENT, private, wait_for_hub
 from arriero.launchers.parent import LAUNCHER, die_with_launcher
 from arriero.launchers.place import DEAF, HOST, attempt, number, own_address
 from arriero.launchers.rundir import RunDir
@@ -74,12 +75,12 @@ async def _serve(args: argparse.Namespace) -> int:
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     hub = await wait_for_hub(args.run_dir, bound_s=args.arrive_s, attempt=attempt())
-    own = {TOKEN: hub.token, LAUNCHER: str(os.getpid()), HOST: own_address(), DEAF: "1"}
+    own = {LAUNCHER: str(os.getpid()), HOST: own_address(), DEAF: "1", **private(hub.token, args.role)}
     environment = {**os.environ, **_secrets(args.secret), **own}
     program = ["-m", "arriero.launchers.role", "--run-dir", str(args.run_dir), "--role", args.role]
     program += ["--replica", str(replica)]
     run_id = RunDir(args.run_dir).read_options().run_id
-    broker = await NatsBroker.connect(hub.url, hub.token, run=run_id)
+    broker = await NatsBroker.connect(hub.url, credential(hub.token, AGENT), run=run_id)
     try:
         agent = _Agent(broker, replica_name(args.role, replica, host), told)
         meeting = partial(agent.meet, args.role, host, args.arrive_s) if several else None

@@ -14,7 +14,7 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,16 +23,30 @@ from arriero.engine.broker import BrokerError
 from arriero.engine.claims import ClaimChecked
 from arriero.engine.errors import UserError
 from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_access import Access, Account
 from arriero.engine.nats_server import NatsServer, start_server
+from arriero.engine.runtime.journal import record
 from arriero.launchers.conductor import INTERRUPTED, Conductor, end_roles, interrupts
 from arriero.launchers.crew import RemoteCrew
-from arriero.launchers.hub import BROKER, HUB_FILE, HubAddress, claim_store, clean, edges, logs, publish
+from arriero.launchers.hub import (
+    AGENT,
+    BROKER,
+    HUB_FILE,
+    HubAddress,
+    access,
+    claim_store,
+    clean,
+    edges,
+    logs,
+    publish,
+)  # fmt: skip
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.place import attempt, own_address
 from arriero.launchers.resuming import fill_ledger, go_on
 from arriero.launchers.rundir import ATTEMPTS, OUTPUTS, RunDir
 from arriero.schemas.crew import CREW_LOG, ORDERS_LOG
 from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import Restarted
 from arriero.schemas.run import RunOptions
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -57,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec, options = _settle(run, args.bundle)
         # The messages stay on this host: a file system of many hosts is slow, and doesn't map files.
         with TemporaryDirectory(prefix="arriero-broker-") as store:
-            server = LastingServer(run.path / BROKER, Path(store))
+            server = LastingServer(run.path / BROKER, Path(store), _access(spec, options))
             try:
                 code = asyncio.run(_conduct(spec, options, run, server, hosts, args.log, args.arrive_s))
             finally:
@@ -106,15 +120,18 @@ def _put_aside(run: RunDir) -> Path:
 class LastingServer:
     """A broker that starts again when it ends: Slurm sends SIGTERM to every process of a job."""
 
-    def __init__(self, folder: Path, store: Path) -> None:
-        self._folder, self._store = folder, store
+    def __init__(self, folder: Path, store: Path, access: Access) -> None:
+        self._folder, self._store, self._access = folder, store, access
         self._server = self._start(0, "")
         self.url, self.token = self._server.url, self._server.token
 
-    async def last(self) -> None:
-        """Without end. Raises BrokerError when it doesn't come up again, or ends time after time."""
+    async def last(self, came_back: Callable[[int, str], Awaitable[None]]) -> None:
+        """Without end; `came_back` is told how often it has started again, and why.
+
+        Raises BrokerError when it doesn't come up again, or ends time after time.
+        """
         loop = asyncio.get_running_loop()
-        for _ in range(_SERVER_STARTS):
+        for number in range(1, 1 + _SERVER_STARTS):
             ended = asyncio.Event()
             handle = os.pidfd_open(self._server.process.pid)
             loop.add_reader(handle, ended.set)
@@ -123,18 +140,26 @@ class LastingServer:
             finally:
                 loop.remove_reader(handle)
                 os.close(handle)
-            self._server.process.wait()
+            why = f"nats-server ended by itself with code {self._server.process.wait()}"
             self._server = self._start(self._server.port, self.token)
+            await came_back(number, why)
         raise BrokerError(f"nats-server ended {_SERVER_STARTS} times; see {self._server.log}")
 
     def stop(self) -> None:
         self._server.stop(timeout_s=2.0)
 
     def _start(self, port: int, token: str) -> NatsServer:
-        public = own_address()
         return start_server(
-            self._folder, store=self._store, port=port, token=token, public=public, timeout_s=60
+            self._folder, store=self._store, port=port, token=token, public=own_address(),
+            access=self._access, timeout_s=60,
         )  # fmt: skip
+
+
+def _access(spec: GraphSpec, options: RunOptions) -> Access:
+    """That of the roles, and that of the agents that start them."""
+    own = access(spec, options)
+    agent = Account(name=AGENT, writes=(CREW_LOG, ORDERS_LOG), beats=False)
+    return Access(run=own.run, accounts=(*own.accounts, agent))
 
 
 async def _conduct(
@@ -148,13 +173,22 @@ async def _conduct(
 ) -> int:
     async with interrupts() as interrupted:
         link = await NatsBroker.connect(server.url, server.token, run=options.run_id)
-        try:
+
+        async def declare() -> None:
             await link.declare(edges(spec, options), [*logs(spec), CREW_LOG, ORDERS_LOG])
+
+        async def came_back(count: int, why: str) -> None:
+            print(f"arriero: {why}; it has started again", file=sys.stderr, flush=True)
+            await declare()  # what stood in memory only
+            await record(link, Restarted(name="nats-server", number=count, why=why))
+
+        try:
+            await declare()
             await fill_ledger(link, run)
             crew = RemoteCrew(spec, link, hosts, log)
             conductor = Conductor(spec, options, run, LaunchOptions(), crew)
             conductor.supervisor.watch(crew.follow())
-            conductor.supervisor.watch(server.last())
+            conductor.supervisor.watch(server.last(came_back))
 
             async def work() -> None:
                 here = HubAddress(url=server.url, token=server.token, attempt=attempt())

@@ -3,7 +3,8 @@
     start nats-server -> declare edges and logs -> publish hub.json -> wait for SIGTERM -> stop, clean up
 
 It also cleans up: it is told to stop last, and when the launcher dies the kernel tells it. What opens the
-broker is in the environment variable ARRIERO_TOKEN and nowhere else that others could read.
+broker is in the environment variable ARRIERO_TOKEN and nowhere else that others could read: all of it for the
+hub, the account of its role for every other process.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from arriero.engine.errors import UserError
 from arriero.engine.fused import fused_edges
 from arriero.engine.lineage.recorder import RECORD, recorded
 from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_access import Access, Account, credential, derived
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.engine.rates import backlogs, capacities
 from arriero.engine.runtime.journal import record
@@ -41,6 +43,8 @@ from arriero.schemas.messages import Message
 from arriero.schemas.run import RunOptions
 
 TOKEN = "ARRIERO_TOKEN"
+WEIGHTS_SECRET = "ARRIERO_WEIGHTS_SECRET"
+AGENT = "the-agents"  # the account of what starts the roles on a cluster
 HUB_FILE = "hub.json"
 BROKER = "broker"
 CLAIMS = "claims"  # large payloads of a run on several hosts
@@ -86,6 +90,26 @@ def logs(spec: GraphSpec) -> list[str]:
     return [LEDGER_LOG, CONTROL_LOG, *(loop_log(loop.name) for loop in spec.loops), *own]
 
 
+def access(spec: GraphSpec, options: RunOptions) -> Access:
+    """What each role may do on the broker: an account for each, called like it."""
+    declared = {e.name for e in edges(spec, options)}
+    return Access(run=options.run_id, accounts=tuple(_account(spec, role, declared) for role in spec.roles))
+
+
+def _account(spec: GraphSpec, role: str, declared: set[str]) -> Account:
+    nodes = spec.roles[role]
+    own = [backlog_edge(n.name) for n in nodes if n.puts_back]
+    read = [(i.source, f"{n.name}-{i.port}") for n in nodes for i in n.inputs if not i.loop]
+    made = [loop_log(loop.name) for loop in spec.loops if loop.producer in {n.name for n in nodes}]
+    return Account(
+        name=role,
+        fills=(*(n.name for n in nodes if n.name in declared), *own),
+        empties=(*((edge, group) for edge, group in read if edge in declared), *((e, e) for e in own)),
+        writes=(LEDGER_LOG, CONTROL_LOG, *made, *(lengths_log(n.name) for n in nodes if n.puts_back)),
+        reads=tuple(loop_log(i.source) for n in nodes for i in n.inputs if i.loop),
+    )
+
+
 async def declare(broker: Broker, spec: GraphSpec, options: RunOptions) -> None:
     """Everything that the graph's roles will send on, before anybody sends."""
     await broker.declare(edges(spec, options), logs(spec))
@@ -94,6 +118,11 @@ async def declare(broker: Broker, spec: GraphSpec, options: RunOptions) -> None:
 def claim_store(options: RunOptions) -> ClaimStore:
     """Where large payloads lie: in the memory of this host, or where all hosts of the run reach them."""
     return UrlStore(options.claims_url) if options.claims_url else FolderStore.in_memory(options.run_id)
+
+
+def private(token: str, role: str) -> dict[str, str]:
+    """What a process of `role` gets in its environment, and nobody else: derived from the run's token."""
+    return {TOKEN: credential(token, role), WEIGHTS_SECRET: derived(token, "weights")}
 
 
 async def wait_for_hub(run_dir: Path, *, bound_s: float, attempt: str = "") -> HubAddress:
@@ -172,16 +201,22 @@ def _serve(run_dir: Path, port: int) -> int:
     told = _Told()
     run = RunDir(run_dir)
     spec, options = run.read_graph(), run.read_options()
-    servers = [start_server(run_dir / BROKER, port=port, token=os.environ.get(TOKEN, ""))]
+    start = partial(start_server, run_dir / BROKER, access=access(spec, options))
+    servers = [start(port=port, token=os.environ.pop(TOKEN, ""))]
     try:
-        return asyncio.run(_declare_and_wait(run_dir, spec, options, servers, told))
+        return asyncio.run(_declare_and_wait(run_dir, spec, options, servers, told, start))
     finally:
         servers[-1].stop(timeout_s=2.0)
         clean(run_dir, options.run_id)
 
 
 async def _declare_and_wait(
-    run_dir: Path, spec: GraphSpec, options: RunOptions, servers: list[NatsServer], told: _Told
+    run_dir: Path,
+    spec: GraphSpec,
+    options: RunOptions,
+    servers: list[NatsServer],
+    told: _Told,
+    start: Callable[..., NatsServer],
 ) -> int:
     server = servers[0]
     broker = await NatsBroker.connect(server.url, server.token, run=options.run_id)
@@ -196,7 +231,7 @@ async def _declare_and_wait(
                 raise BrokerError(f"{why}; see {server.log}")
             print(f"{why}; it starts again ({number} of {options.restarts})", file=sys.stderr, flush=True)
             # With what it had stored; who is connected comes back by himself.
-            servers.append(start_server(run_dir / BROKER, port=server.port, token=server.token))
+            servers.append(start(port=server.port, token=server.token))
             await declare(broker, spec, options)  # what stood in memory only
             await record(broker, Restarted(name="nats-server", number=number, why=why))
             await told.or_dead(servers[-1])

@@ -17,9 +17,9 @@ from arriero.engine.errors import UserError
 from arriero.engine.memory import MemoryBroker
 from arriero.engine.nats import NatsBroker
 from arriero.engine.runtime.role import Stopped, run_role
-from arriero.launchers.appdef import app_def, visible_devices
+from arriero.launchers.appdef import HUB, app_def, visible_devices
 from arriero.launchers.conductor import Conductor, Outcome, end_roles, gone, interrupts
-from arriero.launchers.hub import HUB_FILE, TOKEN, claim_store, clean, declare, wait_for_hub
+from arriero.launchers.hub import HUB_FILE, TOKEN, claim_store, clean, declare, private, wait_for_hub
 from arriero.launchers.local import LocalApp, Process
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.parent import LAUNCHER
@@ -79,10 +79,14 @@ async def _launched(
     (run.path / HUB_FILE).unlink(missing_ok=True)
     token = secrets.token_urlsafe(32)
     python_path = os.pathsep.join(p for p in (*launch.python_path, os.environ.get("PYTHONPATH", "")) if p)
-    private = {TOKEN: token, LAUNCHER: str(os.getpid()), "PYTHONPATH": python_path}
+    common = {LAUNCHER: str(os.getpid()), "PYTHONPATH": python_path}
+
+    def secrets_of(role: str) -> dict[str, str]:
+        return common | ({TOKEN: token} if role == HUB else private(token, role))
+
     definition = app_def(spec, options, run.path, port=launch.port)
     async with interrupts() as interrupted:
-        app = LocalApp(definition, run.logs, private, visible_devices(spec, own_gpus()))
+        app = LocalApp(definition, run.logs, secrets_of, visible_devices(spec, own_gpus()))
         try:
             conductor = Conductor(spec, options, run, launch, app)
 

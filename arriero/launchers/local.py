@@ -11,7 +11,7 @@ import io
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +73,13 @@ class Process:
 
 
 class _Scheduler(LocalScheduler):
-    """Remembers what it started. `private` is the part of the environment that no job description shows;
-    `devices` the CUDA_VISIBLE_DEVICES of each replica.
+    """Remembers what it started. `private` gives the part of a role's environment that no job description
+    shows, `devices` the CUDA_VISIBLE_DEVICES of each replica.
     """
 
-    def __init__(self, private: Mapping[str, str], devices: Mapping[str, str], log_dir: Path) -> None:
+    def __init__(
+        self, private: Callable[[str], Mapping[str, str]], devices: Mapping[str, str], log_dir: Path
+    ) -> None:
         super().__init__("", image_provider_class=CWDImageProvider)
         self._private, self._devices, self._log_dir = private, devices, log_dir
         self._jobs: dict[str, tuple[list[str], dict[str, str], str | None]] = {}
@@ -93,8 +95,8 @@ class _Scheduler(LocalScheduler):
     ) -> subprocess.Popen[bytes]:
         self._jobs[env[REPLICA]] = (args, env, cwd)
         own = {"CUDA_VISIBLE_DEVICES": d} if (d := self._devices.get(env[REPLICA])) is not None else {}
-        process = super().run_local_job(args, {**env, **own, **self._private}, stdout, stderr, cwd)
         role, _, replica = env[REPLICA].rpartition("-")
+        process = super().run_local_job(args, {**env, **own, **self._private(role)}, stdout, stderr, cwd)
         assert stderr is not None
         # TorchX's own paths hold a random id.
         log = self._log_dir / f"{env[REPLICA]}.log"
@@ -125,9 +127,14 @@ class LocalApp:
     """A running app. Start it from the main thread: its processes die with the thread that started them."""
 
     def __init__(
-        self, app: AppDef, log_dir: Path, private: Mapping[str, str], devices: Mapping[str, str]
+        self,
+        app: AppDef,
+        log_dir: Path,
+        private: Callable[[str], Mapping[str, str]],
+        devices: Mapping[str, str],
     ) -> None:
-        """Start all replicas; `private` is added to their environment, and their GPUs if there are any.
+        """Start all replicas; `private` of their role is added to their environment, and their GPUs if there
+        are any.
 
         Raises OSError.
         """

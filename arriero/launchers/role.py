@@ -53,14 +53,14 @@ async def _run(run_dir: Path, role: str, replica: int) -> None:
     from arriero.engine.claims import ClaimChecked
     from arriero.engine.nats import NatsBroker
     from arriero.engine.runtime.role import Stopped, run_role
-    from arriero.launchers.hub import TOKEN, claim_store, wait_for_hub
+    from arriero.launchers.hub import TOKEN, WEIGHTS_SECRET, claim_store, wait_for_hub
     from arriero.launchers.rundir import RunDir
 
     run = RunDir(run_dir)
     spec, options = run.read_graph(), run.read_options()
     address = await wait_for_hub(run_dir, bound_s=_HUB_BOUND_S, attempt=attempt())
     # Taken out: what a component starts (a reward's worker) has no business with the broker.
-    token = os.environ.pop(TOKEN, "")
+    token, secret = os.environ.pop(TOKEN, ""), os.environ.pop(WEIGHTS_SECRET, "")
     link = await NatsBroker.connect(address.url, token, run=options.run_id)
     broker = ClaimChecked(link, claim_store(options))
     try:
@@ -68,7 +68,7 @@ async def _run(run_dir: Path, role: str, replica: int) -> None:
             await run_role(
                 spec, options, role=role, replica=replica, rank=int(os.environ.get("RANK", "0")),
                 ranks=int(os.environ.get("WORLD_SIZE", "1")), run_dir=run_dir, broker=broker,
-                secret=token.encode(),
+                secret=secret.encode(),
             )  # fmt: skip
     finally:
         with suppress(BrokerError, TimeoutError):
