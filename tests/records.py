@@ -106,13 +106,15 @@ scored_groups = groups.flatmap(
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
-    """With the behaviour policy's log-probabilities and versions, or supervised without."""
+    """With the behaviour policy's log-probabilities and versions, or supervised; read by models or not."""
     fields: dict[str, Any] = draw(arrays())
+    read = {name: fields["logprobs"] for name in ("reference", "policy") if draw(st.booleans())}
     if draw(st.booleans()):
         fields = {name: fields[name] for name in ("tokens", "mask")}
     advantages = hnp.arrays(np.float32, len(fields["mask"]), elements=st.floats(-1e6, 1e6, width=32))
     return Sample(
-        group=draw(names), **fields, advantages=draw(advantages), temperature=draw(st.floats(0.01, 10)),
+        group=draw(names), **fields, **read, advantages=draw(advantages),
+        temperature=draw(st.floats(0.01, 10)),
         reward=draw(finite), origin=draw(st.integers(-1, 2**40)), truncated=draw(st.booleans()),
     )  # fmt: skip
 

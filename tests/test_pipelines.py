@@ -39,6 +39,7 @@ from arriero.pipelines.reinforce_pp import ReinforcePPConfig, reinforce_pp
 from arriero.pipelines.remax import ReMaxConfig, remax
 from arriero.pipelines.rloo import RLOOConfig, rloo
 from arriero.pipelines.vmpo import VMPOConfig, vmpo
+from arriero.pipelines.vtrace import VTraceConfig, vtrace
 from tests.inline_runs import peaked_model, policy_gradient_fields, steps_of, with_a_score
 
 torch.set_num_threads(1)
@@ -57,6 +58,7 @@ PIPELINES: dict[str, Pipeline] = {
     "remax": (remax, ReMaxConfig, {"slots": 72, "steps": 24}),
     "rloo": (rloo, RLOOConfig, {}),
     "vmpo": (vmpo, VMPOConfig, {}),
+    "vtrace": (vtrace, VTraceConfig, {"critic_optimizer": AdamW(lr=1e-2), "steps": 16}),
     "distill": (distill, DistillConfig, {}),
     "ppo": (ppo, PPOConfig, {}),
 }
@@ -194,7 +196,7 @@ def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("name", ["remax", "vmpo"])
+@pytest.mark.parametrize("name", ["remax", "vmpo", "vtrace"])
 def test_a_baseline_and_a_bound_of_their_own_hold_in_processes_too(name: str, tmp_path: Path) -> None:
     policy_gradient_fields(tmp_path)
     command = [
@@ -212,6 +214,8 @@ def test_a_baseline_and_a_bound_of_their_own_hold_in_processes_too(name: str, tm
     if name == "vmpo":  # four updates a batch: the multiplier has found the one that keeps them within 0.01
         assert 0.005 < sum(s["kl"] for s in steps[-4:]) / 4 < 0.02
         assert steps[-1]["multiplier"] != steps[0]["multiplier"]
+    elif name == "vtrace":
+        assert [s["staleness_max"] for s in steps] == [0, *[1] * 7]
     else:  # the greedy response is sampled and scored, and not trained on: at most 64 of five tokens
         assert all(s["tokens"] <= 8 * 8 * 5 for s in steps)
         assert {s["kl"] < 1e-6 for s in steps} == {True}

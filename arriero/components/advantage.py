@@ -19,6 +19,7 @@ from arriero.components.advantages import (
     remax_advantage,
     whitened_tokens,
 )
+from arriero.components.masked import on_mask
 from arriero.components.waiting import Ready, Waiting
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.runtime.context import admission_order, count
@@ -263,9 +264,7 @@ def _weighed(samples: tuple[Sample, ...], best: BestSamples) -> tuple[Sample, ..
 
 def _whitened(samples: tuple[Sample, ...], ddof: Literal[0, 1]) -> tuple[Sample, ...]:
     changed = whitened_tokens([s.advantages[s.mask] for s in samples], ddof=ddof)
-    out: list[Sample] = []
-    for sample, values in zip(samples, changed, strict=True):
-        advantages = np.zeros(len(sample.mask), np.float32)
-        advantages[sample.mask] = values
-        out.append(sample.model_copy(update={"advantages": advantages}))
-    return tuple(out)
+    return tuple(
+        s.model_copy(update={"advantages": on_mask(s.mask, values, elsewhere=0.0)})
+        for s, values in zip(samples, changed, strict=True)
+    )

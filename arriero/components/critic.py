@@ -10,11 +10,13 @@ import numpy as np
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.advantages import gae, whitened_tokens
+from arriero.components.advantages import Estimate, gae, vtrace, whitened_tokens
 from arriero.components.compute import ComputeThread, own_device
-from arriero.components.losses import value_loss
+from arriero.components.losses import MAX_LOG_RATIO, value_loss
+from arriero.components.masked import on_mask
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW
+from arriero.components.policy_logprobs import PolicyLogprobs
 from arriero.components.reference import ReferenceLogprobs
 from arriero.engine.graph import GraphView
 from arriero.engine.stream import Stream
@@ -29,6 +31,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class VTraceClips:
+    """Where ratios are cut: `rho` decides whose values are learned, `c` how far corrections reach back."""
+
+    rho: PositiveFloat = 1.0
+    c: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Critic:
     """The batch with generalised advantages (`gamma`, `lam`) of its tokens, whitened over the batch.
 
@@ -38,6 +48,11 @@ class Critic:
     before. Tokens of observations are skipped. A response that was cut off counts as ended, for its reward is
     of what there is; with `bootstrap` it goes on with the value after its last token. The schedule of the
     optimizer is over all updates.
+
+    With `vtrace` both are V-trace's instead: of the policy that the batch is about to train, which a
+    `PolicyLogprobs` before it has read, from what an older one sampled. An advantage isn't weighed by its
+    ratio then, for the loss does that; the price `kl` is of that policy. `whiten`: whether advantages are.
+
     It starts from `model`, with a head that gives 0. Source: PPO as in arXiv:2203.02155 and 2009.01325.
     """
 
@@ -50,6 +65,8 @@ class Critic:
     clip: PositiveFloat = 0.2
     epochs: PositiveInt = 1
     bootstrap: bool = False
+    vtrace: VTraceClips | None = None
+    whiten: bool = True
     token_budget: PositiveInt = 8192
     computes: ClassVar[bool] = True
     learns: ClassVar[bool] = True
@@ -59,6 +76,11 @@ class Critic:
         yield from self.optimizer.problems(steps=self.steps * self.epochs)
         if self.kl and not view.upstream(ReferenceLogprobs):
             yield f"kl={self.kl} needs reference log-probabilities; put a ReferenceLogprobs before the critic"
+        read = bool(view.upstream(PolicyLogprobs))
+        if self.vtrace and not read:
+            yield "vtrace needs log-probabilities of the policy; put a PolicyLogprobs before the critic"
+        if read and not self.vtrace:
+            yield "what PolicyLogprobs reads is of use to vtrace alone; set it, or leave that node out"
         if view.ranks > 1:
             yield f"ranks={view.ranks}: a critic is one process; its values are of whole batches"
 
@@ -68,9 +90,10 @@ class Critic:
             async for batch in batches:
                 values = await compute(state.values, batch.samples)
                 after = await compute(self._after, state, batch.samples)
-                advantages = [self._gae(*each) for each in zip(batch.samples, values, after, strict=True)]
-                yield _with_advantages(batch, whitened_tokens(advantages))
-                await compute(self._train, state, batch.samples, values, advantages)
+                found = [self._estimate(*each) for each in zip(batch.samples, values, after, strict=True)]
+                advantages = [f.advantages for f in found]
+                yield _with_advantages(batch, whitened_tokens(advantages) if self.whiten else advantages)
+                await compute(self._train, state, batch.samples, values, [f.targets for f in found])
 
     def _load(self) -> ScoringState:
         from arriero.components.scoring_model import ScoringState, load_scorer
@@ -91,30 +114,40 @@ class Critic:
             after[i] = float(value[0])
         return after
 
-    def _gae(self, sample: Sample, values: npt.NDArray[np.float32], after: float) -> npt.NDArray[np.float64]:
-        """Advantages of the sampled tokens."""
+    def _estimate(self, sample: Sample, values: npt.NDArray[np.float32], after: float) -> Estimate:
+        """Targets and advantages of the sampled tokens."""
+        said = sample.policy if self.vtrace else sample.logprobs
         rewards = np.zeros(len(values))
         if self.kl:
-            assert sample.logprobs is not None
+            assert said is not None
             assert sample.reference is not None
-            rewards -= self.kl * (sample.logprobs - sample.reference)[sample.mask]
+            rewards -= self.kl * (said - sample.reference)[sample.mask]
         rewards[-1:] += sample.reward
-        return gae(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=after)
+        if self.vtrace is None:
+            advantages = gae(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=after)
+            return Estimate(targets=values + advantages, advantages=advantages)
+        assert said is not None
+        assert sample.logprobs is not None
+        log_ratios = (said - sample.logprobs)[sample.mask].astype(np.float64)
+        return vtrace(
+            rewards, values, np.exp(np.minimum(log_ratios, MAX_LOG_RATIO)), gamma=self.gamma, lam=self.lam,
+            bootstrap=after, clip_rho=self.vtrace.rho, clip_c=self.vtrace.c, clip_advantage=None,
+        )  # fmt: skip
 
     def _train(
         self,
         state: ScoringState,
         samples: tuple[Sample, ...],
         values: list[npt.NDArray[np.float32]],
-        advantages: list[npt.NDArray[np.float64]],
+        returns: list[npt.NDArray[np.float64]],
     ) -> None:
         """The returns stand in the place of advantages, the values before in that of a reference."""
         targets = [
             Sample(
                 group=s.group, tokens=s.tokens, mask=s.mask,
-                advantages=_at(s.mask, v + a, 0.0), reference=_at(s.mask, v, np.nan),
+                advantages=on_mask(s.mask, r, elsewhere=0.0), reference=on_mask(s.mask, v, elsewhere=np.nan),
             )
-            for s, v, a in zip(samples, values, advantages, strict=True)
+            for s, v, r in zip(samples, values, returns, strict=True)
         ]  # fmt: skip
         for _ in range(self.epochs):
             state.step(targets, self._value_losses)
@@ -125,15 +158,7 @@ class Critic:
 
 def _with_advantages(batch: Batch, advantages: list[npt.NDArray[np.float64]]) -> Batch:
     samples = tuple(
-        s.model_copy(update={"advantages": _at(s.mask, a, 0.0)})
+        s.model_copy(update={"advantages": on_mask(s.mask, a, elsewhere=0.0), "policy": None})
         for s, a in zip(batch.samples, advantages, strict=True)
     )
     return batch.model_copy(update={"samples": samples, "parents": (batch.id,)})
-
-
-def _at(
-    mask: npt.NDArray[np.bool_], values: npt.NDArray[np.floating], elsewhere: float
-) -> npt.NDArray[np.float32]:
-    out = np.full(len(mask), elsewhere, np.float32)
-    out[mask] = values
-    return out

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread, own_device
+from arriero.components.masked import on_mask
 from arriero.components.model_directory import HasModel, check_model_directory, vocabulary_problem
 from arriero.components.planning import Layout
 from arriero.engine.graph import GraphView
@@ -61,6 +62,4 @@ class ReferenceLogprobs:
 
 
 def _with_reference(sample: Sample, logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Sample:
-    reference = np.full(len(sample.tokens), np.nan, np.float32)
-    reference[sample.mask] = logprobs
-    return sample.model_copy(update={"reference": reference})
+    return sample.model_copy(update={"reference": on_mask(sample.mask, logprobs, elsewhere=np.nan)})

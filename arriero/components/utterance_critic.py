@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass
 from arriero.components.advantages import on_tokens, utterance_td, utterances, whitened_tokens
 from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import value_loss
+from arriero.components.masked import on_mask
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW
 from arriero.engine.graph import GraphView
@@ -179,9 +180,7 @@ def _values(read: npt.NDArray[np.float32]) -> tuple[Floats, Floats]:
 
 
 def _with_targets(sample: Sample, targets: Floats) -> Sample:
-    advantages = np.zeros(len(sample.mask), np.float32)
-    advantages[sample.mask] = targets
-    return sample.model_copy(update={"advantages": advantages})
+    return sample.model_copy(update={"advantages": on_mask(sample.mask, targets, elsewhere=0.0)})
 
 
 def _squared_error(values_T: Tensor, tokens: PackedTokens) -> Tensor:

@@ -124,9 +124,10 @@ class BatchEntry(Message):
     """A batch as it was seen on `edge`: its columns hold one value per sample.
 
     `group` indexes `groups`; `rollout` is the number of the rollout in that group whose arrays the sample
-    has, or -1: then they stand in `own`, in the order of the samples. `advantages` and `reference` likewise.
+    has, or -1: then they stand in `own`, in the order of the samples. `advantages` likewise; `reference` is
+    what a reference said of those it has read (`referenced`), then what the policy did (`reread`).
     `sha256` is of the hashes of its groups, of mask and versions of `own`, and of the advantages;
-    `tokens_sha256`, behind the 16 bytes at `salt`, of the rest of `own` and of the reference.
+    `tokens_sha256`, behind the 16 bytes at `salt`, of the rest of `own` and of `reference`.
     """
 
     kind: Literal["batch"] = "batch"
@@ -144,6 +145,7 @@ class BatchEntry(Message):
     origin: tuple[int, ...]
     behaviour: tuple[bool, ...]
     referenced: tuple[bool, ...]
+    reread: tuple[bool, ...] = ()
     more: More = ()
     own: Place
     advantages: Place

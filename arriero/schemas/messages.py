@@ -204,6 +204,7 @@ class Sample(Message):
 
     `advantages` [L] float32 is finite everywhere; `logprobs` and `versions` are None for supervised data,
     else as in `Rollout`. `reference` is as `logprobs`, of a fixed model; None if none has read the sample.
+    `policy` likewise, of the weights that are about to be trained on the sample.
     `truncated`: the response ended at the limit of tokens, so something would have come after it. `right`:
     the reward's outcome was `ok`; `judged`: it was a verdict, and `reward` is one. `turns`:
     the parts of the reward that each turn of the policy earned, if they are known apart. `replayed`: it comes
@@ -218,6 +219,7 @@ class Sample(Message):
     logprobs: Float32Array | None = None
     versions: Int32Array | None = None
     reference: Float32Array | None = None
+    policy: Float32Array | None = None
     temperature: PositiveFloat = 1.0
     reward: FiniteFloat = 0.0
     turns: tuple[FiniteFloat, ...] = ()
@@ -236,6 +238,7 @@ class Sample(Message):
             "logprobs": self.logprobs,
             "versions": self.versions,
             "reference": self.reference,
+            "policy": self.policy,
         }
         if wrong := {k: v.size for k, v in arrays.items() if v is not None and v.size != length}:
             raise ValueError(f"unequal lengths: tokens {length}, {wrong}")
@@ -244,8 +247,9 @@ class Sample(Message):
         if self.logprobs is None and not same_bits(mask, mask != 0):
             raise ValueError("mask must hold true and false only: its bytes are neither 0 nor 1")
         _check_behaviour(self.logprobs, self.versions, mask)
-        if self.reference is not None:
-            _check_behaviour(self.reference, None, mask)
+        for read in (self.reference, self.policy):
+            if read is not None:
+                _check_behaviour(read, None, mask)
         return self
 
     @property

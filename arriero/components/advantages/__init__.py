@@ -14,8 +14,7 @@ from arriero.components.advantages.group import (
 )
 from arriero.components.advantages.shaping import Beyond, is_constant, overlong_penalty
 from arriero.components.advantages.temporal import (
-    UtteranceTD,
-    VTrace,
+    Estimate,
     gae,
     on_tokens,
     returns_to_go,
@@ -27,8 +26,7 @@ from arriero.components.advantages.temporal import (
 __all__ = [
     "Baseline",
     "Beyond",
-    "UtteranceTD",
-    "VTrace",
+    "Estimate",
     "best_weights",
     "gae",
     "group_advantage",

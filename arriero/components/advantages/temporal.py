@@ -14,6 +14,14 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Targets [n] for the values, and advantages [n] for the policy."""
+
+    targets: Floats
+    advantages: Floats
+
+
 def gae(
     rewards: npt.ArrayLike,
     values: npt.ArrayLike,
@@ -52,14 +60,6 @@ def returns_to_go(rewards: npt.ArrayLike, *, gamma: float) -> Floats:
     return gae(reward_n, np.zeros_like(reward_n), gamma=gamma, lam=1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VTrace:
-    """Targets [n] for the values, and advantages [n] for the policy."""
-
-    targets: Floats
-    advantages: Floats
-
-
 def vtrace(
     rewards: npt.ArrayLike,
     values: npt.ArrayLike,
@@ -70,12 +70,13 @@ def vtrace(
     bootstrap: float = 0.0,
     clip_rho: float = 1.0,
     clip_c: float = 1.0,
-    clip_advantage: float = 1.0,
-) -> VTrace:
+    clip_advantage: float | None = 1.0,
+) -> Estimate:
     """Targets and advantages of one sequence that another policy sampled; `ratios` [n] are pi/mu.
 
     `clip_rho` sets whose values are learned, `clip_c` how far corrections reach back, `clip_advantage` the
-    weight of a step in the policy gradient. Source: IMPALA, arXiv:1802.01561, section 4.1.
+    weight of a step in the policy gradient; None where the loss weighs by a ratio of its own.
+    Source: IMPALA, arXiv:1802.01561, section 4.1; `lam`: its remark 2.
     """
     reward_n, value_n = _pair(rewards, values)
     ratio_n = np.asarray(ratios, dtype=np.float64)
@@ -88,21 +89,13 @@ def vtrace(
         error_n[t] = ahead
     target_n = value_n + error_n
     after_n = np.append(lam * target_n[1:] + (1 - lam) * value_n[1:], bootstrap)
-    advantage_n = np.minimum(ratio_n, clip_advantage) * (reward_n + gamma * after_n - value_n)
-    return VTrace(targets=target_n, advantages=advantage_n)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UtteranceTD:
-    """Targets [U] for the value of an utterance, and advantages [U]."""
-
-    targets: Floats
-    advantages: Floats
+    weight_n = np.ones(()) if clip_advantage is None else np.minimum(ratio_n, clip_advantage)
+    return Estimate(targets=target_n, advantages=weight_n * (reward_n + gamma * after_n - value_n))
 
 
 def utterance_td(
     rewards_U: npt.ArrayLike, values_U: npt.ArrayLike, *, gamma: float, bootstrap: float = 0.0
-) -> UtteranceTD:
+) -> Estimate:
     """One-step temporal differences between the turns of a conversation: `r + gamma V(next) - V`.
 
     A turn is one action, however many tokens it has; `values_U` are of the state before each turn.
@@ -110,7 +103,7 @@ def utterance_td(
     """
     reward_U, value_U = _pair(rewards_U, values_U)
     target_U = reward_U + gamma * np.append(value_U[1:], bootstrap)
-    return UtteranceTD(targets=target_U, advantages=target_U - value_U)
+    return Estimate(targets=target_U, advantages=target_U - value_U)
 
 
 def utterances(mask: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -25,7 +25,17 @@ from arriero.components.losses.importance import (
     of_mean_one,
 )
 from arriero.components.losses.likelihood import AWR, CrossEntropy, Reinforce
-from arriero.components.losses.loss import Bounded, ClipLow, Comparing, DualClip, Facts, Loss, Need, facts
+from arriero.components.losses.loss import (
+    MAX_LOG_RATIO,
+    Bounded,
+    ClipLow,
+    Comparing,
+    DualClip,
+    Facts,
+    Loss,
+    Need,
+    facts,
+)
 from arriero.components.losses.masking import OffPolicyMask
 from arriero.components.losses.penalty import WithEntropy, WithKL, kl_estimate, kl_penalty
 from arriero.components.losses.preference import DPO, KTO, bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
@@ -45,6 +55,7 @@ __all__ = [
     "GSPO",
     "KTO",
     "M2PO",
+    "MAX_LOG_RATIO",
     "SAPO",
     "VMPO",
     "Aggregation",

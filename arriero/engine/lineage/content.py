@@ -4,7 +4,7 @@
 |--------------|----------------------------------------------------------------------------------------|
 | `rollouts`   | tokens int32, mask bool, logprobs float32, versions int32: one element per token          |
 | `advantages` | values float32, per token of the samples of a batch                                       |
-| `reference`  | values float32, likewise, of the samples that a reference model has read                   |
+| `reference`  | values float32, likewise: what a reference said of its samples, then what the policy did   |
 | `text`       | bytes uint8: a salt, then JSON in UTF-8 of a prompt and its responses, or of a record       |
 | `index`      | rows int64 [n, 3] (part, start, size of a rollout in `rollouts`), rewards float64           |
 
@@ -138,7 +138,7 @@ def more(records: Sequence[Message], columns: frozenset[str]) -> More:
 OF_ROLLOUT = frozenset({*TOKENS, "text", "finish", "temperature", "seed"})
 OF_SCORE = frozenset({"value", "outcome", "detail", "raw"})
 OF_SAMPLE = frozenset(
-    {*TOKENS, "group", "advantages", "reference", "temperature", "reward", "truncated", "origin"}
+    {*TOKENS, "group", "advantages", "reference", "policy", "temperature", "reward", "truncated", "origin"}
 )
 
 
@@ -225,7 +225,7 @@ def batch_of(
 ) -> Batch:
     """The batch that `entry` was made from. `tokens` are the four arrays of each of its samples."""
     at = pieces(entry.lengths)
-    read = iter(pieces(n for n, yes in zip(entry.lengths, entry.referenced, strict=True) if yes))
+    read = {(k, name): reference[piece] for k, name, piece in readings(entry)}
     samples = tuple(
         Sample(
             group=entry.groups[entry.group[k]],
@@ -234,7 +234,8 @@ def batch_of(
             advantages=advantages[at[k]],
             logprobs=arrays["logprobs"] if entry.behaviour[k] else None,
             versions=arrays["versions"] if entry.behaviour[k] else None,
-            reference=reference[next(read)] if entry.referenced[k] else None,
+            reference=read.get((k, "reference")),
+            policy=read.get((k, "policy")),
             temperature=entry.temperatures[k],
             reward=entry.rewards[k],
             truncated=entry.truncated[k],
@@ -244,6 +245,14 @@ def batch_of(
         for k, arrays in enumerate(tokens)
     )
     return Batch(id=entry.id, parents=entry.parents, origins=entry.origins, samples=samples)
+
+
+def readings(entry: BatchEntry) -> list[tuple[int, str, slice]]:
+    """What stands in `reference`: of which sample, which field, and where."""
+    fields = {"reference": entry.referenced, "policy": entry.reread}
+    whose = [(k, name) for name, read in fields.items() for k, yes in enumerate(read) if yes]
+    at = pieces(entry.lengths[k] for k, _ in whose)
+    return [(k, name, piece) for (k, name), piece in zip(whose, at, strict=True)]
 
 
 def _read(fields: dict[str, JsonValue]) -> dict[str, Any]:
@@ -259,5 +268,5 @@ def batch_sha256(groups: Sequence[str], own: Columns, advantages: npt.NDArray[np
 
 
 def batch_tokens_sha256(own: Columns, reference: npt.NDArray[np.float32], salt: bytes) -> str:
-    """Of what may be taken away of a batch: its own tokens and log-probabilities, and the reference's."""
+    """Of what may be taken away of a batch: its own tokens and log-probabilities, and what models said."""
     return arrays_sha256({**some(own, PRIVATE), "reference": reference}, salt)

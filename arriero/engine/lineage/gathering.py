@@ -168,6 +168,7 @@ class Gathering:
         rollout = self._matched(samples)
         own = [s for s, k in zip(samples, rollout, strict=True) if k < 0]
         read = [s.reference for s in samples if s.reference is not None]
+        read += [s.policy for s in samples if s.policy is not None]
         own_columns, values, of_reference = (
             columns(own),
             joined([s.advantages for s in samples]),
@@ -194,6 +195,7 @@ class Gathering:
             "origin": tuple(s.origin for s in samples),
             "behaviour": tuple(s.logprobs is not None for s in samples),
             "referenced": tuple(s.reference is not None for s in samples),
+            "reread": tuple(s.policy is not None for s in samples),
             "more": more(samples, OF_SAMPLE),
             "sha256": batch_sha256(hashes, own_columns, values),
             "tokens_sha256": batch_tokens_sha256(own_columns, of_reference, salt),

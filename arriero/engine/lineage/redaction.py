@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from arriero.engine.errors import UserError
 from arriero.engine.lineage.chain import Chain, ChainError
-from arriero.engine.lineage.content import pieces
+from arriero.engine.lineage.content import pieces, readings
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.spaces import Spaces
 from arriero.engine.lineage.tables import origins_of
@@ -73,10 +73,9 @@ def redact(record: Lineage, origins: Collection[int], *, reason: str) -> Redacti
 
 def _holds(batch: BatchEntry, wanted: set[int]) -> bool:
     """Whether the batch has content of its own that came of them."""
-    return any(
-        origin in wanted and (rollout < 0 or referenced)
-        for origin, rollout, referenced in zip(batch.origin, batch.rollout, batch.referenced, strict=True)
-    )
+    read = {k for k, _, _ in readings(batch)}
+    of_its_own = (k for k, rollout in enumerate(batch.rollout) if rollout < 0 or k in read)
+    return any(batch.origin[k] in wanted for k in of_its_own)
 
 
 class _Gone:
@@ -110,8 +109,7 @@ class _Gone:
         for k, piece in zip(own, pieces(entry.lengths[k] for k in own), strict=True):
             if entry.origin[k] in wanted:
                 self._tokens(_part(entry.own, piece))
-        read = [k for k, yes in enumerate(entry.referenced) if yes]
-        for k, piece in zip(read, pieces(entry.lengths[k] for k in read), strict=True):
+        for k, _, piece in readings(entry):
             if entry.origin[k] in wanted:
                 self._add("reference", _part(entry.reference, piece), "values")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -46,6 +46,9 @@ class Context:
     """Where the lineage of the run is; empty without a record."""
     frontier: Callable[[], Frontier] = Frontier
     """Of a loop's producer: what the ledger says by now."""
+    next_version: Callable[[], Awaitable[int]] | None = None
+    """Of a node that fires once per version, before who makes it: the version that its next output will
+    replace, as soon as all that it gave before has been trained or dropped."""
 
     @property
     def weights_url(self) -> str:

@@ -7,6 +7,7 @@ gives its place in the admission window back.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
@@ -75,10 +76,23 @@ class Ahead:
         self._newest = 0
         self._under_way: dict[str, set[str]] = {}  # id -> the groups in it that weren't dropped
         self._origins: dict[str, frozenset[int]] = {}
+        self._ended = asyncio.Event()
 
     @property
     def version(self) -> int:
         return self._newest + len(self._under_way)
+
+    async def none_under_way(self, over: asyncio.Event) -> int:
+        """The newest version, once all that this node gave has been trained or dropped, or all is `over`."""
+        while self._under_way and not over.is_set():
+            self._ended.clear()
+            waits = [asyncio.create_task(event.wait()) for event in (self._ended, over)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        return self._newest
 
     def gave(self, output: Record) -> None:
         """A stamped output of this node; a held-out one makes no version."""
@@ -105,6 +119,7 @@ class Ahead:
             groups.discard(record)
             if last or record == output or record.startswith(f"{output}>") or output in outputs:
                 del self._under_way[output], self._origins[output]
+        self._ended.set()
 
 
 def held_out(record: Record) -> Evaluated | None:

@@ -72,7 +72,11 @@ class NodeRunner:
         self._children: dict[tuple[str, ...], list[asyncio.Task[None]]] = {}
         self._version = 0  # the last that this node has made
         window = guarded(spec, name)
-        self._ahead = Ahead(window.producer) if window and window.producer != name else None
+        self._ahead = ahead = Ahead(window.producer) if window and window.producer != name else None
+        if ahead is not None:
+            before, over = "what it gave to be trained or dropped", progress.sinks_ended
+            next_version = lambda: self.clock.wait(ahead.none_under_way(over), before)  # noqa: E731
+            self.context = replace(self.context, next_version=next_version)
         self._makes_versions = issubclass(node.output, Weights)
         trainer = name if self._makes_versions else _trainer_after(spec, name, window)
         self._frontier, self._done = FrontierFold(), Done(trainer)
