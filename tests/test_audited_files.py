@@ -237,18 +237,26 @@ def test_a_damaged_chunk_is_a_finding(run: RunDir, space: str) -> None:
 def test_tables_for_questions_that_say_something_prettier_are_found(run: RunDir) -> None:
     parquet: Any = import_module("pyarrow.parquet")
     folder = run.lineage / "index"
-    made: Any = Index(str(run.path)).table("rollouts")  # its signatures are partly unknown
+    file, about = folder / f"{0:012d}.rollouts.parquet", folder / f"{0:012d}.json"
+    assert audited(str(run.path)).findings == []
+    made: Any = parquet.read_table(file)  # its signatures are partly unknown
     arrow: Any = import_module("pyarrow")
     column = made.column_names.index("reward")
     ones = arrow.array([1.0] * made.num_rows, made.schema.field("reward").type)
-    prettier = made.set_column(column, made.schema.field("reward"), ones)
-    before = hashlib.sha256((folder / "rollouts.parquet").read_bytes()).hexdigest()
-    assert audited(str(run.path)).findings == []
-    parquet.write_table(prettier, folder / "rollouts.parquet")
-    after = hashlib.sha256((folder / "rollouts.parquet").read_bytes()).hexdigest()
-    about = folder / "index.json"
+    before = hashlib.sha256(file.read_bytes()).hexdigest()
+    parquet.write_table(made.set_column(column, made.schema.field("reward"), ones), file)
+    after = hashlib.sha256(file.read_bytes()).hexdigest()
     about.write_text(about.read_text().replace(before, after))
-    assert found(run) == {("index", "index/rollouts.parquet")}
+    (said,) = Index(str(run.path)).sql("select min(reward) as least from rollouts").to_pylist()
+    assert said == {"least": 1.0}
+    assert found(run) == {("index", f"index/{0:012d}.rollouts.parquet")}
+
+
+def test_an_index_that_hides_what_is_broken_is_found(run: RunDir) -> None:
+    about = run.lineage / "index" / f"{0:012d}.json"
+    about.write_text(about.read_text().replace('"state": "finished"', '"state": "failed"'))
+    assert Index(str(run.path)).overview.state == "failed"
+    assert found(run) == {("index", f"index/{0:012d}.json")}
 
 
 def test_a_ledger_file_ahead_of_a_record_that_was_killed_is_no_forgery(run: RunDir) -> None:

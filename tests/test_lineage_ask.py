@@ -12,8 +12,7 @@ import pytest
 from arriero.engine.errors import UserError
 from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Questions
-from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.tables import NAMES, table
+from arriero.engine.lineage.views import NAMES
 from arriero.engine.lineage.writer import Item, LineageWriter, Seen
 from arriero.launchers.cli import main
 from arriero.launchers.inputs import input_files, package_sha256
@@ -108,12 +107,10 @@ def test_the_command_shows_tables_json_and_pictures(
 
 
 def test_sql_and_arrow_give_the_same_rows(run: RunDir) -> None:
-    record, index = Lineage(str(run.path)), Index(str(run.path))
+    index = Index(str(run.path))
     for name in NAMES:
-        rows = table(record, name)
         (found,) = index.sql(f"select count(*) as n from {name}").to_pylist()
-        assert found["n"] == rows.num_rows > -(name == "events")  # nothing has happened to this run
-        assert index.table(name) == rows
+        assert found["n"] == index.table(name).num_rows > -(name == "events")  # nothing has happened to it
     joined = (
         "select version, avg(r.reward) from samples s join rollouts r on rollout = r.id group by 1 order by 1"
     )
@@ -215,38 +212,6 @@ def test_restarts_and_how_a_run_failed_are_events(tmp_path: Path, capsys: pytest
     ]
     assert main(["lineage", str(tmp_path)]) == 0
     assert "1 restarts of a process, 1 of the whole run" in capsys.readouterr().out
-
-
-def test_an_index_is_used_while_it_is_that_of_the_record_and_made_anew_else(
-    run: RunDir, tmp_path: Path
-) -> None:
-    shutil.copytree(run.path, tmp_path / "run")
-    folder = tmp_path / "run" / "lineage" / "index"
-    shutil.rmtree(folder, ignore_errors=True)
-
-    def asked() -> int:
-        """When the index was made that answers."""
-        assert len(Questions(Index(str(tmp_path / "run"))).step(2).rollouts) == 12
-        return (folder / "index.json").stat().st_mtime_ns
-
-    first = asked()
-    assert asked() == first
-    rollouts = folder / "rollouts.parquet"
-    rollouts.write_bytes(rollouts.read_bytes()[:-1] + b"x")  # damaged
-    second = asked()
-    (folder / "steps.parquet").unlink()
-    third = asked()
-    assert main(["lineage", "redact", str(tmp_path / "run"), "--row", "3"]) == 0  # the chain has grown
-    fourth = asked()
-    assert first < second < third < fourth == asked()
-
-
-def test_a_record_that_cannot_be_written_to_is_asked_all_the_same(run: RunDir, tmp_path: Path) -> None:
-    shutil.copytree(run.path, tmp_path / "run")
-    index = tmp_path / "run" / "lineage" / "index"
-    shutil.rmtree(index, ignore_errors=True)
-    index.write_text("in the way")
-    assert len(Questions(Index(str(tmp_path / "run"))).step(2).rollouts) == 12
 
 
 # --- runs -------------------------------------------------------------------------------------------------

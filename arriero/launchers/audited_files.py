@@ -13,11 +13,9 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from arriero.engine.errors import UserError
-from arriero.engine.lineage.files import Files
 from arriero.engine.lineage.findings import Finding
-from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.tables import NAMES, table
+from arriero.engine.lineage.shards import Shards
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.launchers.reporter import measured
 from arriero.launchers.rundir import MARKS, RunDir
@@ -65,14 +63,20 @@ def files(record: Lineage, run: RunDir) -> Iterator[Finding]:
 
 
 def index(record: Lineage) -> Iterator[Finding]:
-    """Whether the kept tables, which answer questions, are what the chain gives."""
-    if not Files(record.url, "index").names("index.json"):
-        return
-    kept = Index(record.url)
-    for name in NAMES:
-        if not kept.table(name).equals(table(record, name)):
+    """Whether the kept rows, of which questions are asked, are what the chain gives."""
+    shards = Shards(record.url)
+    for kept, now in shards.compared():
+        name = f"{kept.before.entries:012d}"
+        wrong = "" if kept.model_copy(update={"files": {}}) == now.about else f"{name}.json"
+        for kind, table in (now.tables or {}).items():
+            try:
+                same = shards.table(kept, kind).equals(table)
+            except (OSError, ValueError):
+                same = False
+            wrong = wrong or ("" if same else f"{name}.{kind}.parquet")
+        if wrong:
             what = "isn't what the chain gives; remove it, and it is made anew"
-            yield Finding(check="index", where=f"index/{name}.parquet", what=what)
+            yield Finding(check="index", where=f"index/{wrong}", what=what)
 
 
 def heads(record: Lineage, run: RunDir, head: str) -> Iterator[Finding]:

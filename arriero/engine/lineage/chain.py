@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
 
 from arriero.engine.lineage.files import FileChangedError, Files
 from arriero.schemas.lineage import ENTRY, Anchor, Committed, Entry
 
 GENESIS = "0" * 64
-_SEGMENT_BYTES = 4 << 20
+SEGMENT_BYTES = 4 << 20
 _SUFFIX = len(b',"hash":""}') + 64
 _COMMITTED = b'{"kind":"committed"'
 
@@ -45,6 +47,15 @@ class Line:
         return self.body.startswith(_COMMITTED)
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A file of the log, of `size` bytes; `before` is what stands in front of it."""
+
+    name: str
+    size: int
+    before: Anchor
+
+
 def link(before: str, body: bytes) -> str:
     """The hash of an entry that follows the one with hash `before`."""
     return hashlib.sha256(before.encode() + body).hexdigest()
@@ -60,14 +71,18 @@ def lines(url: str) -> Iterator[Line]:
     names = files.names(".jsonl")
     for name in names:
         data = files.read(name)
-        if name == names[-1]:
-            data = data[: _whole(data)]
-        for raw in data.splitlines(keepends=True):
-            yield _parsed(raw, number)
+        for line in lines_of(data[: whole(data)] if name == names[-1] else data, number):
+            yield line
             number += 1
 
 
-def _whole(segment: bytes) -> int:
+def lines_of(segment: bytes, number: int) -> Iterator[Line]:
+    """The lines of one segment, whose first is entry `number`. Raises ChainError as `lines`."""
+    for k, raw in enumerate(segment.splitlines(keepends=True)):
+        yield _parsed(raw, number + k)
+
+
+def whole(segment: bytes) -> int:
     """How many bytes of it stand up to the end of the last commit."""
     kept = end = 0
     for raw in segment.splitlines(keepends=True):
@@ -75,6 +90,37 @@ def _whole(segment: bytes) -> int:
         if raw.startswith(_COMMITTED) and raw.endswith(b'"}\n'):
             kept = end
     return kept
+
+
+class Walk:
+    """Goes along the lines of a chain, from its beginning or from entry `count` behind the hash `head`.
+
+    `broken` says what is the first that doesn't hold; empty while all does.
+    """
+
+    def __init__(self, count: int = 0, head: str = GENESIS) -> None:
+        self.count, self.head, self.broken = count, head, ""
+
+    @property
+    def anchor(self) -> Anchor:
+        """The head of the chain, as far as it was gone along."""
+        return Anchor(entries=self.count, head=self.head)
+
+    def take(self, line: Line) -> Entry | None:
+        """The entry of the next line; None if it is none."""
+        if line.hash != link(self.head, line.body):
+            self.fail(f"entry {line.number} was changed, or something before it was taken away or put in")
+        self.count, self.head = line.number + 1, line.hash
+        try:
+            return line.entry
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            told = f"{first['loc']}: {first['msg']:.200}"
+            self.fail(f"entry {line.number} is none that this arriero reads: {told}")
+            return None
+
+    def fail(self, why: str) -> None:
+        self.broken = self.broken or why
 
 
 def head_of(url: str) -> str:
@@ -109,7 +155,7 @@ class Chain:
         self.cut_bytes = 0
         self.last: Committed | None = None
         self._entries, self._head = 0, GENESIS
-        self._segment, self._size = "", 0
+        self.segments: list[Segment] = []
         self.reopened = self._resume()
 
     @property
@@ -126,16 +172,17 @@ class Chain:
             written.append(body[:-1] + b',"hash":"' + head.encode() + b'"}\n')
             count += 1
         data = b"".join(written)
-        if not self._segment or not self._files.local or self._size >= _SEGMENT_BYTES:
-            self._segment, self._size = f"{self._entries:012d}.jsonl", 0
-        if self._size:
+        last = self.segments[-1] if self.segments else None
+        if last is None or not self._files.local or last.size >= SEGMENT_BYTES:
+            name = f"{self._entries:012d}.jsonl"
+            self._files.write(name, data)
+            self.segments.append(Segment(name, len(data), self.anchor))
+        else:
             try:
-                self._files.append(self._segment, data, at=self._size)
+                self._files.append(last.name, data, at=last.size)
             except FileChangedError as error:
                 raise ChainError(f"somebody else has written to this record: {error}") from error
-        else:
-            self._files.write(self._segment, data)
-        self._size += len(data)
+            self.segments[-1] = replace(last, size=last.size + len(data))
         self._entries, self._head, self.last = count, head, end
 
     def release(self) -> None:
@@ -150,22 +197,21 @@ class Chain:
         head, number = GENESIS, 0
         for name in self._files.names(".jsonl"):
             data = self._files.read(name)
-            for raw in data.splitlines(keepends=True):
-                line = _parsed(raw, number)
+            self.segments.append(Segment(name, len(data), Anchor(entries=number, head=head)))
+            for line in lines_of(data, number):
                 if line.hash != link(head, line.body):
-                    raise ChainError(f"entry {number} in {name} doesn't follow from those before it")
-                head, number = line.hash, number + 1
+                    raise ChainError(f"entry {line.number} in {name} doesn't follow from those before it")
+                head, number = line.hash, line.number + 1
                 if line.commits:
                     entry = line.entry
                     self.last = entry if isinstance(entry, Committed) else self.last
-            self._segment, self._size = name, len(data)
         self._entries, self._head = number, head
         return number > 0
 
     def _cut(self, name: str) -> None:
         """Take what stands after the last commit off the segment."""
         data = self._files.read(name)
-        kept = _whole(data)
+        kept = whole(data)
         self.cut_bytes = len(data) - kept
         if not kept:
             self._files.remove(name)

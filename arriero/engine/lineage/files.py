@@ -57,6 +57,16 @@ class Files:
             return []
         return sorted(str(p).rpartition("/")[2] for p in found if str(p).endswith(ending))
 
+    def sizes(self, ending: str) -> dict[str, int]:
+        """Bytes of the files that are called so, in order of their names, as they are now."""
+        self._fs.invalidate_cache(self.root)
+        try:
+            found = self._fs.ls(self.root, detail=True)
+        except FileNotFoundError:
+            return {}
+        known = {str(f["name"]).rpartition("/")[2]: int(f["size"] or 0) for f in found}
+        return {name: known[name] for name in sorted(known) if name.endswith(ending)}
+
     def below(self) -> list[str]:
         """All files in the folder and the folders in it."""
         try:

@@ -1,38 +1,32 @@
-"""The tables of a record as Parquet beside it, so that a large one answers at once.
+"""A record asked by SQL: the rows of its shards, and the tables that follow from them.
 
-    chain segments -> Lineage -> tables -> index/*.parquet, index/index.json
+    chain segments -> shards (Parquet, verified) -> views of DuckDB
 
-The index is derived and never trusted further than its hashes reach: `index.json` names every segment of the
-chain and every file of the index with its SHA-256. If one of them is otherwise, all is made anew. Where it
-can't be written, the tables are made each time.
+What is kept is derived, and never trusted further than its hashes reach; see `shards`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt
 
 from arriero.engine.errors import UserError
+from arriero.engine.lineage.chain import ChainError
 from arriero.engine.lineage.content import SALT_BYTES
-from arriero.engine.lineage.files import Files
-from arriero.engine.lineage.reader import Lineage, record_url
+from arriero.engine.lineage.reader import no_record, record_url
+from arriero.engine.lineage.shards import Shard, ShardFile, Shards
 from arriero.engine.lineage.spaces import Spaces
-from arriero.engine.lineage.tables import NAMES, table, whole_groups
-from arriero.schemas.ledger import Restarted, Resumed
-from arriero.schemas.lineage import Anchor, Digest, Place
+from arriero.engine.lineage.tables import RAW
+from arriero.engine.lineage.views import NAMES, OVERVIEW, create, in_order
+from arriero.schemas.lineage import Anchor, Place
 from arriero.schemas.messages import Message
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-_ABOUT = "index.json"
 
 
 class Texts(Message):
@@ -62,29 +56,21 @@ class Overview(Message):
     resumes: NonNegativeInt
 
 
-class IndexFile(Message):
-    """`index.json`: hashes of what the index is made from, and of what it is made of."""
-
-    format: int
-    segments: dict[str, Digest]
-    files: dict[str, Digest]
-    overview: Overview
-
-
-_FORMAT = 5  # of the tables: one more whenever a column changes
-
-
 class Index:
     """The tables of the record at a URL, or of a run directory. ChainError or UserError if there is none."""
 
     def __init__(self, place: str) -> None:
         self.url = record_url(place)
-        self._files = Files(self.url, "index")
+        self._shards = Shards(self.url)
         self._duckdb: Any = import_module("duckdb")
         self._connection: Any = self._duckdb.connect()
-        segments = self._segments()
-        known = self._known(segments)
-        self.overview = known.overview if known is not None else self._make(segments)
+        shards = [*self._shards.read()]
+        if not shards or not shards[-1].about.after.entries:
+            raise ChainError(no_record(self.url))
+        self._paths: list[str] = []
+        self._fill(shards)
+        create(self._connection)
+        self.overview = self._overview([shard.about for shard in shards])
         self._shut()
 
     def rows(self, query: str, values: Sequence[object] = ()) -> list[dict[str, Any]]:
@@ -97,7 +83,7 @@ class Index:
         """One of the tables, as Arrow. Raises KeyError for another name."""
         if name not in NAMES:
             raise KeyError(name)
-        found: pa.Table = self._connection.sql(f"select * from {name}").to_arrow_table()
+        found: pa.Table = self._connection.sql(in_order(name)).to_arrow_table()
         return found
 
     def sql(self, query: str) -> pa.Table:
@@ -129,80 +115,44 @@ class Index:
                 )  # fmt: skip
         return found
 
-    # --- the files ----------------------------------------------------------------------------------------
+    # --- the rows -----------------------------------------------------------------------------------------
+
+    def _fill(self, shards: Sequence[Shard]) -> None:
+        """The rows of all shards as raw.events, raw.rollouts and raw.samples: read where they are kept."""
+        arrow: Any = import_module("pyarrow")
+        self._connection.execute("create schema raw")
+        for name in RAW:
+            parts: list[str] = []
+            kept = [s.about for s in shards if s.tables is None]
+            held = [s.tables[name] for s in shards if s.tables is not None]
+            if kept and self._shards.files.local:
+                paths = [self._shards.path(about, name) for about in kept]
+                self._paths += paths
+                parts.append(f"select * from read_parquet([{', '.join(map(_quoted, paths))}])")
+            else:
+                held += [self._shards.table(about, name) for about in kept]
+            if held:
+                self._connection.register(f"held_{name}", arrow.concat_tables(held))
+                parts.append(f"select * from held_{name}")
+            kind = "table" if name == "events" else "view"
+            self._connection.execute(f"create {kind} raw.{name} as {' union all '.join(parts)}")
+
+    def _overview(self, shards: Sequence[ShardFile]) -> Overview:
+        (counts,) = self.rows(OVERVIEW)
+        versions = [row["version"] for row in self.rows("select version from numbered.steps order by entry")]
+        states = [s.state for s in shards if s.state is not None]
+        return Overview(
+            anchor=shards[-1].after, state=states[-1] if states else "",
+            versions=(*versions[:1], *versions[-1:]),
+            broken=next((s.broken for s in shards if s.broken), ""), **counts,
+        )  # fmt: skip
 
     def _shut(self) -> None:
         """A query may come from anywhere: it reads the tables, and no other file or address."""
-        paths = [f"{self._files.root}/{name}.parquet" for name in NAMES]
-        quoted = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
-        self._connection.execute(f"set allowed_paths = [{quoted}]")
+        self._connection.execute(f"set allowed_paths = [{', '.join(map(_quoted, self._paths))}]")
         self._connection.execute("set enable_external_access = false")
         self._connection.execute("set lock_configuration = true")
 
-    def _segments(self) -> dict[str, str]:
-        chain = Files(self.url, "chain")
-        return {name: _sha256(chain.read(name)) for name in chain.names(".jsonl")}
 
-    def _known(self, segments: Mapping[str, str]) -> IndexFile | None:
-        """What the index says of itself, if it is whole and of these segments; its tables are then there."""
-        try:
-            about = IndexFile.model_validate_json(self._files.read(_ABOUT))
-            if about.format != _FORMAT or about.segments != segments or {*about.files} != {*NAMES}:
-                return None
-            for name, digest in about.files.items():
-                data = self._files.read(f"{name}.parquet")
-                if _sha256(data) != digest:
-                    return None
-                self._register(name, data)
-        except (OSError, ValidationError):
-            return None
-        return about
-
-    def _register(self, name: str, data: bytes) -> None:
-        if self._files.local:
-            path = f"{self._files.root}/{name}.parquet".replace("'", "''")
-            self._connection.execute(f"create view {name} as select * from read_parquet('{path}')")
-        else:
-            parquet: Any = import_module("pyarrow.parquet")
-            self._connection.register(name, parquet.read_table(io.BytesIO(data)))
-
-    def _make(self, segments: dict[str, str]) -> Overview:
-        record = Lineage(self.url)
-        overview = _overview(record)
-        parquet: Any = import_module("pyarrow.parquet")
-        self._connection = self._duckdb.connect()  # with no view of an index that is stale
-        files: dict[str, bytes] = {}
-        for name in NAMES:
-            made = table(record, name)
-            self._connection.register(name, made)
-            sink = io.BytesIO()
-            parquet.write_table(made, sink, compression="zstd")
-            files[name] = sink.getvalue()
-        if self._segments() == segments:  # else the run went on meanwhile
-            self._keep(segments, files, overview)
-        return overview
-
-    def _keep(self, segments: dict[str, str], files: Mapping[str, bytes], overview: Overview) -> None:
-        """Write it down; `index.json` last, so that what a kill leaves is never taken for an index."""
-        digests = {name: _sha256(data) for name, data in files.items()}
-        about = IndexFile(format=_FORMAT, segments=segments, files=digests, overview=overview)
-        with suppress(OSError):  # nobody may write there: the tables are in memory all the same
-            for name, data in files.items():
-                self._files.write(f"{name}.parquet", data)
-            self._files.write(_ABOUT, about.model_dump_json(indent=1).encode())
-
-
-def _overview(record: Lineage) -> Overview:
-    return Overview(
-        anchor=record.anchor, state=record.closed.state if record.closed else "", steps=len(record.steps),
-        versions=tuple(s.version for s in (*record.steps[:1], *record.steps[-1:])),
-        rollouts=sum(len(g.lengths) for g in whole_groups(record)),
-        groups=sum(1 for _ in whole_groups(record)), broken=record.broken,
-        admitted=len(record.admitted), dropped=len(record.dropped), evaluated=len(record.evaluated),
-        redacted=len(record.redacted), restarts=sum(isinstance(e, Restarted) for e in record.events),
-        resumes=sum(isinstance(e, Resumed) for e in record.events),
-    )  # fmt: skip
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _quoted(path: str) -> str:
+    return "'" + path.replace("'", "''") + "'"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from arriero.engine.lineage.chain import GENESIS, ChainError, Line, lines, link
+from arriero.engine.lineage.chain import ChainError, Line, Walk, lines
 from arriero.engine.lineage.content import (
     SALT_BYTES,
     TOKENS,
@@ -56,6 +56,11 @@ def record_url(place: str) -> str:
         return place
 
 
+def no_record(url: str) -> str:
+    """What is said where there is none."""
+    return f"{url} holds no record; run with --record, and give the run's directory"
+
+
 class Lineage:
     """The record at a URL, or of a run directory. Raises ChainError if there is none, or a line is damaged.
 
@@ -84,37 +89,29 @@ class Lineage:
             Anchor
         ] = []  # the heads since the record was closed: at first, and as it was redacted
         self.twice: list[str] = []  # ids recorded more than once on one edge
-        self.broken = ""
-        self._count, self._head = 0, GENESIS
+        self._walk = Walk()
         self._edges: set[tuple[str, str]] = set()
         # Versions that a changed trainer, going on without a checkpoint, makes again from recorded batches.
         self._otherwise: set[tuple[str, int]] = set()
         self._reopened = ""  # the entry that opened it again; until the run says that it goes on
         for line in self._whole():
-            self._take(line)
-        if not self._count:
-            raise ChainError(f"{self.url} holds no record; run with --record, and give the run's directory")
+            if (entry := self._walk.take(line)) is not None:
+                self._sort(entry)
+                self._follow(entry)
+        if not self._walk.count:
+            raise ChainError(no_record(self.url))
 
     def _whole(self) -> Iterator[Line]:
         """The lines up to the last commit, or to the first that is damaged."""
         try:
             yield from lines(self.url)
         except ChainError as error:
-            self.broken = self.broken or str(error)
+            self._walk.fail(str(error))
 
-    def _take(self, line: Line) -> None:
-        if not self.broken and line.hash != link(self._head, line.body):
-            self.broken = f"entry {line.number} was changed, or something before it was taken away or put in"
-        self._count, self._head = line.number + 1, line.hash
-        try:
-            entry = line.entry
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            what = f"entry {line.number} is none that this arriero reads: {first['loc']}: {first['msg']:.200}"
-            self.broken = self.broken or what
-            return
-        self._sort(entry)
-        self._follow(entry)
+    @property
+    def broken(self) -> str:
+        """What is the first of the chain that doesn't hold; empty if all does."""
+        return self._walk.broken
 
     def _sort(self, entry: Entry) -> None:
         match entry:
@@ -165,7 +162,7 @@ class Lineage:
                 self.closed = entry
             case Reopened():
                 self._reopened = (
-                    f"entry {self._count - 1} (reopened, and the run doesn't go on)" if self.ends else ""
+                    f"entry {self._walk.count - 1} (reopened, and the run doesn't go on)" if self.ends else ""
                 )
                 self.closed = None
                 told = entry.model_dump(include={"graph_digest", "manifest_sha256", "options_sha256"})
@@ -178,7 +175,7 @@ class Lineage:
             case Committed() if self.closed is not None:
                 self.ends.append(self.anchor)
             case _ if self.closed is not None:
-                self.late.append(f"entry {self._count - 1} ({entry.kind})")
+                self.late.append(f"entry {self._walk.count - 1} ({entry.kind})")
             case _:
                 pass
 
@@ -190,7 +187,7 @@ class Lineage:
     @property
     def anchor(self) -> Anchor:
         """The head of the chain, as far as it is whole."""
-        return Anchor(entries=self._count, head=self._head)
+        return self._walk.anchor
 
     def _hear(self, event: Event) -> None:
         self.events.append(event)

@@ -1,62 +1,61 @@
-"""A record as Arrow tables, for pandas and for SQL.
+"""The entries of a record as rows: what questions are asked of (`views`), and nothing that depends on order.
 
 | table      | a row is                                                                                  |
 |------------|-------------------------------------------------------------------------------------------|
-| `steps`    | a version that was trained: its batch, staleness, reward, loss and all other measures       |
-| `rollouts` | a response, as the last node left it: prompt, reward, outcome, versions that sampled it,    |
+| `events`   | an event of the ledger or of the run, a version of the weights, a redacted id               |
+| `rollouts` | a response, as one node passed it on: prompt, reward, outcome, versions that sampled it,     |
 |            | length, place of its arrays; `raw` is the reward before shaping, if that is another         |
-| `samples`  | a rollout in a batch: the step made from it, its reward there, place of its advantages        |
-| `prompts`  | an admission: row, epoch, and what became of it                                              |
-| `weights`  | a version that a loop carried, with its fingerprint                                          |
-| `events`   | something that happened to the run: a restart, that it went on, how it failed                |
+| `samples`  | a rollout in a batch, its reward there, place of its advantages                              |
+
+`entry` is the number of the entry that a row comes from. What a later entry makes of an earlier one (a run
+that went on and undid it, a group made anew) isn't looked at here, so that rows never change.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from arriero.engine.lineage.reader import Lineage
-from arriero.schemas.ledger import Restarted, Resumed
-from arriero.schemas.lineage import GroupEntry
+from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Restarted, Resumed, Trained
+from arriero.schemas.lineage import (
+    BatchEntry,
+    Entry,
+    GroupEntry,
+    Noted,
+    Redacted,
+    RunEntry,
+    WeightsEntry,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-NAMES = ("steps", "rollouts", "samples", "prompts", "weights", "events")
-Rows = Iterator[tuple[Any, ...]]
-Blocks = Iterator[tuple[Sequence[Any], ...]]  # of rows: their values, column by column
-
-
-def table(lineage: Lineage, name: str) -> pa.Table:
-    """One of `NAMES`. Raises KeyError for another name."""
-    import pyarrow as pa
-
-    types: dict[str, pa.DataType] = {"int64": pa.int64(), "double": pa.float64(), "string": pa.string()}
-    columns, blocks = _TABLES[name]
-    values: list[list[Any]] = [[] for _ in columns]
-    for block in blocks(lineage):
-        for column, found in zip(values, block, strict=True):
-            column.extend(found)
-    arrays: list[Any] = [
-        pa.array(v, type=types[kind]) for v, kind in zip(values, columns.values(), strict=True)
-    ]
-    return pa.Table.from_arrays(arrays, names=list(columns))
-
-
-def _steps(lineage: Lineage) -> Rows:
-    for s in lineage.steps:
-        yield (
-            s.version, s.node, s.batch, s.tokens, s.staleness_max, s.staleness_mean, s.reward_mean,
-            s.metrics.get("loss"), s.metrics.get("grad_norm"), json.dumps(s.metrics),
-        )  # fmt: skip
-
-
-def _one_by_one(rows: Callable[[Lineage], Rows]) -> Callable[[Lineage], Blocks]:
-    """Rows as blocks of one each: for tables that aren't long."""
-    return lambda lineage: (tuple((value,) for value in row) for row in rows(lineage))
+RAW: dict[str, dict[str, str]] = {
+    "events": {
+        "entry": "int64", "kind": "string", "id": "string", "node": "string", "version": "int64",
+        "origins": "int64s", "split": "string", "epoch": "int64", "row": "int64", "reason": "string",
+        "detail": "string", "number": "int64", "tokens": "int64", "staleness_max": "int64",
+        "staleness_mean": "double", "reward_mean": "double", "loss": "double", "grad_norm": "double",
+        "metrics": "string", "fingerprint": "string", "batch": "string",
+    },
+    "rollouts": {
+        "entry": "int64", "passed": "strings",
+        "id": "string", "group": "string", "number": "int64", "scored": "string", "prompt": "string",
+        "row": "int64", "epoch": "int64", "split": "string", "reward": "double", "outcome": "string",
+        "reward_version": "string", "length": "int64", "sampled": "int64", "oldest": "int64",
+        "newest": "int64", "finish": "string", "temperature": "double", "seed": "int64", "part": "int64",
+        "start": "int64", "recorded": "string", "origin": "int64",
+        "text_part": "int64", "text_start": "int64", "text_size": "int64", "raw": "double",
+    },
+    "samples": {
+        "entry": "int64", "batch": "string", "number": "int64", "scored": "string", "rollout": "int64",
+        "reward": "double", "origin": "int64", "length": "int64", "advantage_part": "int64",
+        "advantage_start": "int64",
+    },
+}  # fmt: skip
+_EVENT = tuple(RAW["events"])
 
 
 def origins_of(group: GroupEntry) -> tuple[int, ...]:
@@ -64,115 +63,116 @@ def origins_of(group: GroupEntry) -> tuple[int, ...]:
     return group.prompt.origins or (group.scores.origins if group.scores else group.origins)
 
 
-def whole_groups(lineage: Lineage) -> Iterator[GroupEntry]:
-    """Each group once: as the last of those left it that passed it on (with a penalty, say)."""
-    before = {p for g in lineage.groups.values() for p in (g.scores.parents if g.scores else ())}
-    return (g for name, g in lineage.groups.items() if name not in before)
+class Rows:
+    """Rows of the tables `RAW`, one entry after the other."""
 
+    def __init__(self) -> None:
+        self._values: dict[str, list[list[Any]]] = {name: [[] for _ in RAW[name]] for name in RAW}
 
-def _rollouts(lineage: Lineage) -> Blocks:
-    """A block per group: a row at a time takes four times as long."""
-    for g in whole_groups(lineage):
-        s, n, p, t = g.scores, len(g.lengths), g.prompt, g.text
-        starts = [*accumulate(g.lengths, initial=g.arrays.start)][:n]
-        nothing = [None] * n
-        yield (
-            [f"{g.id}/{k}" for k in range(n)], [g.id] * n, range(n), [s.id if s else ""] * n, [p.id] * n,
-            [p.row] * n, [p.epoch] * n, [p.split] * n, s.values if s else nothing,
-            [o.value for o in s.outcomes] if s else nothing, [s.reward_version if s else ""] * n, g.lengths,
-            g.sampled, g.oldest, g.newest, g.finishes, g.temperatures, g.seeds, [g.arrays.part] * n, starts,
-            [f"{g.recorded}/{k}" if g.recorded else "" for k in range(n)],
-            [next(iter(origins_of(g)), None)] * n, [t.part] * n, [t.start] * n, [t.size] * n,
-            s.raw if s else nothing,
-        )  # fmt: skip
-
-
-def _samples(lineage: Lineage) -> Blocks:
-    """A block per batch."""
-    steps = {s.batch: s.version for s in lineage.steps}
-    for b in lineage.batches.values():
-        n = len(b.group)
-        ids = [lineage.groups[g].id if g in lineage.groups else "" for g in b.groups]
-        rollouts = [f"{ids[g]}/{r}" if r >= 0 else "" for g, r in zip(b.group, b.rollout, strict=True)]
-        starts = [*accumulate(b.lengths, initial=b.advantages.start)][:n]
-        yield (
-            [steps.get(b.id)] * n, [b.id] * n, range(n), [b.groups[g] for g in b.group], rollouts, b.rewards,
-            b.origin, b.lengths, [b.advantages.part] * n, starts,
-        )  # fmt: skip
-
-
-def _events(lineage: Lineage) -> Rows:
-    for e in lineage.events:
-        match e:
-            case Restarted():
-                yield "restarted", e.name, e.number, e.why
-            case Resumed():
-                told = ", ".join(f"{node} from version {v}" for node, v in e.versions.items())
-                yield "resumed", "", e.number, "; ".join(t for t in (told, e.why, *e.changed) if t)
+    def add(self, number: int, entry: Entry) -> None:
+        """Those of entry `number`."""
+        match entry:
+            case GroupEntry():
+                self._extend("rollouts", _rollouts(number, entry))
+            case BatchEntry():
+                self._extend("samples", _samples(number, entry))
+            case Noted():
+                self._event(number, _told(entry.event))
+            case WeightsEntry():
+                self._event(number, {
+                    "kind": "weights", "node": entry.loop, "id": entry.id, "version": entry.version,
+                    "fingerprint": entry.fingerprint, "batch": entry.parents[0] if entry.parents else "",
+                })  # fmt: skip
+            case RunEntry():
+                self._event(number, {"kind": "run", "id": entry.what, "detail": entry.detail})
+            case Redacted():
+                for name in (*entry.groups, *entry.records, *entry.batches):
+                    self._event(number, {"kind": "redacted", "id": name, "detail": entry.reason})
             case _:
                 pass
-    for entry in lineage.run:
-        yield entry.what, "", 0, entry.detail
+
+    def tables(self) -> dict[str, pa.Table]:
+        """All rows so far, as Arrow."""
+        import pyarrow as pa
+
+        types: dict[str, pa.DataType] = {
+            "int64": pa.int64(), "double": pa.float64(), "string": pa.string(),
+            "int64s": pa.list_(pa.int64()), "strings": pa.list_(pa.string()),
+        }  # fmt: skip
+        found: dict[str, pa.Table] = {}
+        for name, columns in RAW.items():
+            values = zip(self._values[name], columns.values(), strict=True)
+            arrays: list[Any] = [pa.array(v, type=types[kind]) for v, kind in values]
+            found[name] = pa.Table.from_arrays(arrays, names=list(columns))
+        return found
+
+    def _extend(self, name: str, columns: Iterable[Sequence[Any]]) -> None:
+        """A block of rows: one at a time takes four times as long."""
+        for column, found in zip(self._values[name], columns, strict=True):
+            column.extend(found)
+
+    def _event(self, number: int, told: dict[str, Any]) -> None:
+        if told:
+            told["entry"] = number
+            for column, name in zip(self._values["events"], _EVENT, strict=True):
+                column.append(told.get(name))
 
 
-def _prompts(lineage: Lineage) -> Rows:
-    trained = {k: s.version for s in reversed(lineage.steps) for k in s.origins}
-    dropped = {k: d for d in lineage.dropped for k in d.origins}
-    for a in lineage.admitted:
-        drop = dropped.get(a.origin)
-        yield (
-            a.id, a.origin, a.split, a.epoch, a.row, a.min_version, trained.get(a.origin),
-            drop and drop.reason, drop and drop.node, drop and drop.detail,
-        )  # fmt: skip
+def _rollouts(number: int, g: GroupEntry) -> tuple[Sequence[Any], ...]:
+    s, n, p, t = g.scores, len(g.lengths), g.prompt, g.text
+    starts = [*accumulate(g.lengths, initial=g.arrays.start)][:n]
+    nothing = [None] * n
+    return (
+        [number] * n, [s.parents if s else ()] * n,
+        [f"{g.id}/{k}" for k in range(n)], [g.id] * n, range(n), [s.id if s else ""] * n, [p.id] * n,
+        [p.row] * n, [p.epoch] * n, [p.split] * n, s.values if s else nothing,
+        [o.value for o in s.outcomes] if s else nothing, [s.reward_version if s else ""] * n, g.lengths,
+        g.sampled, g.oldest, g.newest, g.finishes, g.temperatures, g.seeds, [g.arrays.part] * n, starts,
+        [f"{g.recorded}/{k}" if g.recorded else "" for k in range(n)],
+        [next(iter(origins_of(g)), None)] * n, [t.part] * n, [t.start] * n, [t.size] * n,
+        s.raw if s else nothing,
+    )  # fmt: skip
 
 
-def _weights(lineage: Lineage) -> Rows:
-    for w in lineage.weights:
-        yield w.loop, w.id, w.version, w.fingerprint, (w.parents[0] if w.parents else "")
+def _samples(number: int, b: BatchEntry) -> tuple[Sequence[Any], ...]:
+    n = len(b.group)
+    starts = [*accumulate(b.lengths, initial=b.advantages.start)][:n]
+    return (
+        [number] * n, [b.id] * n, range(n), [b.groups[g] for g in b.group], b.rollout, b.rewards, b.origin,
+        b.lengths, [b.advantages.part] * n, starts,
+    )  # fmt: skip
 
 
-_TABLES: dict[str, tuple[dict[str, str], Callable[[Lineage], Blocks]]] = {
-    "steps": (
-        {
-            "version": "int64", "node": "string", "batch": "string", "tokens": "int64",
-            "staleness_max": "int64", "staleness_mean": "double", "reward_mean": "double", "loss": "double",
-            "grad_norm": "double", "metrics": "string",
-        },
-        _one_by_one(_steps),
-    ),
-    "rollouts": (
-        {
-            "id": "string", "group": "string", "number": "int64", "scored": "string", "prompt": "string",
-            "row": "int64", "epoch": "int64", "split": "string", "reward": "double", "outcome": "string",
-            "reward_version": "string", "length": "int64", "sampled": "int64", "oldest": "int64",
-            "newest": "int64", "finish": "string", "temperature": "double", "seed": "int64", "part": "int64",
-            "start": "int64", "recorded": "string", "origin": "int64",
-            "text_part": "int64", "text_start": "int64", "text_size": "int64", "raw": "double",
-        },
-        _rollouts,
-    ),
-    "samples": (
-        {
-            "version": "int64", "batch": "string", "number": "int64", "scored": "string", "rollout": "string",
-            "reward": "double", "origin": "int64", "length": "int64", "advantage_part": "int64",
-            "advantage_start": "int64",
-        },
-        _samples,
-    ),
-    "prompts": (
-        {
-            "id": "string", "origin": "int64", "split": "string", "epoch": "int64", "row": "int64",
-            "min_version": "int64", "trained_in": "int64", "dropped": "string", "dropped_by": "string",
-            "detail": "string",
-        },
-        _one_by_one(_prompts),
-    ),
-    "weights": (
-        {"loop": "string", "id": "string", "version": "int64", "fingerprint": "string", "batch": "string"},
-        _one_by_one(_weights),
-    ),
-    "events": (
-        {"kind": "string", "name": "string", "number": "int64", "detail": "string"},
-        _one_by_one(_events),
-    ),
-}  # fmt: skip
+def _told(e: Event) -> dict[str, Any]:
+    """The fields of a row about an event; none for one that no question asks of."""
+    match e:
+        case Admitted():
+            return {
+                "kind": e.kind, "id": e.id, "origins": (e.origin,), "split": e.split, "epoch": e.epoch,
+                "row": e.row, "version": e.min_version,
+            }  # fmt: skip
+        case Trained():
+            return {
+                "kind": e.kind, "node": e.node, "version": e.version, "id": e.batch, "origins": e.origins,
+                "tokens": e.tokens, "staleness_max": e.staleness_max, "staleness_mean": e.staleness_mean,
+                "reward_mean": e.reward_mean, "loss": e.metrics.get("loss"),
+                "grad_norm": e.metrics.get("grad_norm"), "metrics": json.dumps(e.metrics),
+            }  # fmt: skip
+        case DroppedEvent():
+            return {
+                "kind": e.kind, "node": e.node, "id": e.parent, "origins": e.origins, "reason": e.reason,
+                "detail": e.detail,
+            }  # fmt: skip
+        case Evaluated():
+            return {"kind": e.kind, "id": e.id, "origins": (e.origin,), "version": e.version}
+        case Restarted():
+            return {"kind": e.kind, "node": e.name, "number": e.number, "detail": e.why}
+        case Resumed():
+            told = ", ".join(f"{node} from version {v}" for node, v in e.versions.items())
+            return {
+                "kind": e.kind, "number": e.number, "reason": "anew" if e.anew else "",
+                "detail": "; ".join(t for t in (told, e.why, *e.changed) if t),
+                "metrics": json.dumps(e.versions),
+            }  # fmt: skip
+        case _:
+            return {}

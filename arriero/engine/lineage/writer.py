@@ -13,6 +13,7 @@ from typing import Any
 
 from arriero.engine.lineage.chain import Chain, ChainError, lines
 from arriero.engine.lineage.gathering import Gathering, Known
+from arriero.engine.lineage.shards import Shards
 from arriero.engine.lineage.spaces import Spaces
 from arriero.schemas.ledger import Event, Resumed
 from arriero.schemas.lineage import (
@@ -58,6 +59,8 @@ class LineageWriter:
         self._chain = Chain(url)
         last = self._chain.last
         self._spaces = Spaces(url, last.ends if last else None)
+        self._shards = Shards(url)
+        self._shards.seen(self._chain.segments)
         self._groups: OrderedDict[str, Known] = OrderedDict()
         self._ids: OrderedDict[tuple[str, str], None] = OrderedDict()
         if not self._chain.reopened:
@@ -124,12 +127,14 @@ class LineageWriter:
         """
         self.commit(items)
         self._write([Closed(state=state, model=dict(model or {}))])
+        self._shards.follow(self._chain.segments, closed=True)
         self._chain.release()
         return self.anchor
 
     def _write(self, entries: Sequence[Entry]) -> None:
         self._spaces.settle()
         self._chain.commit(entries, Committed(ends=self._spaces.ends))
+        self._shards.follow(self._chain.segments)
 
     def _remember(self, entry: Entry) -> None:
         match entry:
