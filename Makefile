@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with one Python 3.11 to 3.13: it first sets up .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-vllm test test-slow chaos lint format bench clean
+.PHONY: help setup demo demo-vllm test test-slow chaos fuzz lint format bench clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -28,6 +28,7 @@ help:
 	@echo "make test       fast tests"
 	@echo "make test-slow  tests marked slow"
 	@echo "make chaos      kill, stop and cut off processes of running graphs a hundred times (CHAOS=--faults 500)"
+	@echo "make fuzz       an hour of generated input for all that reads what others wrote (FUZZ=--seconds 60)"
 	@echo "make lint       ruff format --check, ruff check, mypy, pyright"
 	@echo "make format     ruff format, ruff check --fix"
 	@echo "make bench      every program in benchmarks/"
@@ -77,6 +78,9 @@ format: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 bench: $(STAMP)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -181,6 +181,8 @@ def _parsed(where: str, text: str) -> JsonValue:
         raise UserError(f"{where}: invalid JSON at column {error.colno}: {error.msg}") from error
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
+    except RecursionError:
+        raise UserError(f"{where}: JSON that is nested too deeply; make it flatter") from None
     return found
 
 

@@ -60,6 +60,8 @@ class CheckpointStore:
             raise ValueError(f"its mark can't be read: {error.errors()[0]['msg']}") from None
         if found.version != version:
             raise ValueError(f"its mark is that of version {found.version}")
+        if not found.files:
+            raise ValueError("its mark names no files")
         return found
 
     def problem(self, version: int) -> str:

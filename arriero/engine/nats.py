@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal
@@ -23,8 +24,9 @@ from arriero.engine.nats_link import Forgotten, JetStreamError, Link
 from arriero.engine.nats_log import Follower, append, declare_log
 from arriero.engine.nats_names import Names
 from arriero.engine.nats_producer import NatsProducer
-from arriero.engine.nats_pulse import Heartbeat, Pulse
+from arriero.engine.nats_pulse import Pulse, read_beat
 
+_log = logging.getLogger(__name__)
 _NO_MESSAGE = 10037
 _STREAM_NOT_FOUND = 10059
 
@@ -165,9 +167,13 @@ class NatsBroker:
             self._heard = {}
             await self._link.subscribe(self._names.beat_subject(), self._on_beat)
             await self._read_beats()
-        now = time.monotonic()
-        decoded = {k: (at, msgspec.msgpack.decode(b, type=Heartbeat)) for k, (at, b) in self._heard.items()}
-        return {key: Beat(payload=beat.payload, age_s=now - at) for key, (at, beat) in decoded.items()}
+        now, found = time.monotonic(), dict[str, Beat]()
+        for key, (at, data) in self._heard.items():
+            try:
+                found[key] = Beat(payload=read_beat(data).payload, age_s=now - at)
+            except BrokerError as error:  # as if it hadn't come: its sender will be missed
+                _log.warning("heartbeat of %s: %s", key, error)
+        return found
 
     async def _on_beat(self, msg: Msg) -> None:
         assert self._heard is not None
@@ -193,7 +199,7 @@ class NatsBroker:
         message = await self._get(stream, {"last_by_subj": subject})
         if message is None:
             return
-        beat = msgspec.msgpack.decode(base64.b64decode(message["data"]), type=Heartbeat)
+        beat = read_beat(base64.b64decode(message["data"]))
         give_back = (
             self._link.request(reply, b"-NAK", what=f"evict {key}", known_since=-1)
             for reply, _ in beat.leases

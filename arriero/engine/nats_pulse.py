@@ -28,6 +28,14 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     leases: list[tuple[str, float]]
 
 
+def read_beat(data: bytes) -> Heartbeat:
+    """Raises BrokerError for what no pulse has sent."""
+    try:
+        return msgspec.msgpack.decode(data, type=Heartbeat)
+    except msgspec.MsgspecError as error:
+        raise BrokerError(f"{len(data)} bytes are no heartbeat: {error}") from None
+
+
 class Extendable(Protocol):
     """A lease as the pulse sees it."""
 

@@ -133,6 +133,6 @@ def read_toml(path: Path | None) -> list[Assignment]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}; --config takes a TOML file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not TOML: {error}") from error
     return [(name, Given(value=value, source=str(path))) for name, value in tables.items()]

@@ -162,7 +162,7 @@ def _tables(file: Path) -> Mapping[str, dict[str, Any]]:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}; it holds the profiles") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not TOML: {error}") from error
     tables = found.get("profile", {})
     if extra := sorted(found.keys() - {"profile"}):

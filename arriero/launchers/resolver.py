@@ -151,7 +151,7 @@ class _Resolver:
     def _assign_section(self, name: str, kind: Section, given: Given) -> None:
         try:
             value = _section_value(kind, given)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self._wrong(name, given, f"is not JSON ({error})")
             return
         if isinstance(value, Mapping):
@@ -207,7 +207,7 @@ class _Resolver:
         given = self.given[key]
         try:
             value = parse(hint, given.value) if given.words else given.value
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self._wrong(key, given, f"is not JSON ({error})")
             return MISSING
         return self._elements(hint, key, value, given)

@@ -119,12 +119,14 @@ async def fill_ledger(broker: Broker, run: RunDir) -> None:
 
 
 def read_history(run: RunDir) -> tuple[Resumed | None, list[Event]]:
-    """What a run that goes on has behind it; nothing in a first life."""
+    """What a run that goes on has behind it; nothing in a first life. Raises UserError."""
     if not run.history.exists():
         return None, []
-    first, *events = _ledger(run.history)
-    assert isinstance(first, Resumed), "written by `go_on`"
-    return first, events
+    match _ledger(run.history):
+        case [Resumed() as first, *events]:
+            return first, events
+        case _:
+            raise UserError(f"{run.history} doesn't begin with what the run goes on from; resume it again")
 
 
 def _record(options: RunOptions, run: RunDir) -> Lineage:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from arriero.engine.broker import Broker, Depth
+from arriero.engine.errors import one_line
 from arriero.engine.rates import backlogs, capacities
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import EdgeState, LastPulse, NodeStatus, RoleStatus, VitalsFile
 
+_log = logging.getLogger(__name__)
 LAG_S = 1.0  # an event loop that is held up for longer is worth a line
 
 
@@ -33,11 +38,15 @@ class Vitals:
 
     async def poll(self, broker: Broker) -> None:
         """Raises BrokerError if the engine doesn't answer."""
-        beats = await broker.beats()
-        self.pulses = {
-            k: Pulse(status=RoleStatus.model_validate_json(b.payload), age_s=b.age_s)
-            for k, b in beats.items()
-        }
+        pulses: dict[str, Pulse] = {}
+        for key, beat in (await broker.beats()).items():
+            try:
+                status = RoleStatus.model_validate_json(beat.payload)
+            except ValidationError as error:  # its sender will be missed
+                _log.warning("what %s says of itself can't be read: %s", key, one_line(error))
+                continue
+            pulses[key] = Pulse(status=status, age_s=beat.age_s)
+        self.pulses = pulses
         depths = await asyncio.gather(*(broker.depth(e) for e in self._edges))
         self.depths = dict(zip(self._edges, depths, strict=True))
 

@@ -29,9 +29,9 @@ class Frontier(Message):
 
 
 class CheckpointFile(Message):
-    """One file of a checkpoint."""
+    """One file of a checkpoint, beside its mark."""
 
-    name: str
+    name: str = Field(pattern=r"^\w[\w.-]*$")
     bytes: NonNegativeInt
     sha256: Digest
 

@@ -69,6 +69,7 @@ def _undone(event: Event, by: Resumed, for_good: set[str]) -> bool:
             return False
 
 
+_AHEAD = 1 << 20  # admissions under way at a time, at most
 _UNKNOWN, _IN_FLIGHT, _TRAINED, _DROPPED = range(4)
 
 
@@ -136,7 +137,10 @@ class Ledger:
         if event.split == "eval":
             self.held_out_sent += 1
             return
-        # Admissions are written side by side: a later one may be durable first.
+        # Admissions are written side by side: a later one may be durable first, but not one so much later.
+        if not 0 <= event.origin < len(self._state) + _AHEAD:
+            before = len(self._state)
+            raise LedgerError(f"prompt {event.id} is admitted as number {event.origin}, the {before}th")
         self._state.extend(bytes(max(event.origin + 1 - len(self._state), 0)))
         if self._state[event.origin] != _UNKNOWN:
             raise LedgerError(
