@@ -13,7 +13,7 @@ from rich.console import Console
 
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir, create, write_json
-from arriero.launchers.top import Look, sparkline
+from arriero.launchers.top import Screen, sparkline
 from arriero.schemas.run import EdgeState, LastPulse, NodeStatus, RoleStatus, VitalsFile
 from tests.inline_runs import recorded_grpo
 from tests.toys import toy_graph
@@ -23,9 +23,9 @@ torch.set_num_threads(1)
 SPEC = toy_graph(staleness=1).check()
 
 
-def seen(look: Look) -> str:
+def seen(screen: Screen) -> str:
     out = io.StringIO()
-    Console(file=out, width=140).print(look.screen())
+    Console(file=out, width=140).print(screen.draw())
     return out.getvalue()
 
 
@@ -52,16 +52,16 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_a_run_that_has_only_begun_says_so(run: RunDir) -> None:
-    assert "no replica has been heard of yet" in seen(Look(run))
+    assert "no replica has been heard of yet" in seen(Screen(run))
 
 
 def test_rates_are_those_since_the_look_before(run: RunDir) -> None:
-    look = Look(run)
+    screen = Screen(run)
     write_json(run.vitals, vitals(given=100, busy_s=10, idle_s=30))
-    first = next(line for line in seen(look).splitlines() if "waits 3 s for a record of prompts" in line)
+    first = next(line for line in seen(screen).splitlines() if "waits 3 s for a record of prompts" in line)
     assert first.split()[-6:-3] == ["75%", "2.5", "25"]
     write_json(run.vitals, vitals(given=110, busy_s=11, idle_s=31))
-    again = seen(look)
+    again = seen(screen)
     line = next(line for line in again.splitlines() if "waits 3 s for a record of prompts" in line)
     assert line.split()[-6:-3] == ["50%", "5.0", "50"]
     assert "step 7  seen 5 s ago" in again
@@ -73,7 +73,7 @@ def test_curves_and_warnings_come_from_the_steps(run: RunDir) -> None:
     write_json(run.vitals, vitals(given=1, busy_s=1, idle_s=1))
     steps = [{"step": k, "reward": k / 8, "loss": None, "health": {"kl": 1}} for k in range(9)]
     run.metrics.write_text("".join(json.dumps(s) + "\n" for s in steps) + '{"step": 9, "rew')
-    text = seen(Look(run))
+    text = seen(Screen(run))
     assert "WARNED: kl" in text
     assert "▁▂▃▄▅▆▇██" in text
     assert "loss" not in text

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from html import escape
 
 from arriero.engine.backlog import backlog_edge
@@ -13,6 +14,20 @@ BOX_H, GAP_Y, LOOP_H, MARGIN = 52, 38, 40, 28
 LETTER_W = 7  # of 12 px sans-serif, and a little more
 INK, ORANGE = "#4a5568", "#c05621"
 BACKLOG = "Continuation"
+# Of a live picture: how boxes are filled, and edges drawn, by what a node does and how its edge stands.
+FILLS = {"works": "#bee3f8", "waits": "#edf2f7", "syncs": "#feebc8", "ended": "#ffffff", "starts": "#ffffff"}
+STROKES = {
+    "full": ("#c53030", 'stroke-width="4" '), "flows": ("#2b6cb0", 'stroke-width="2" '),
+    "empty": ("#a0aec0", ""),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """What a picture shows of a run: a key of `FILLS` and a hint by node, of `STROKES` by edge's producer."""
+
+    nodes: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    edges: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
 
 
 def mermaid(spec: GraphSpec) -> str:
@@ -59,15 +74,16 @@ def table(spec: GraphSpec) -> list[tuple[str, str, str, str, str]]:
     return rows
 
 
-def svg(spec: GraphSpec) -> str:
+def svg(spec: GraphSpec, live: Live | None = None) -> str:
     """A self-contained SVG: layers from left to right by distance from the sources, loops as arcs below."""
+    live = live or Live()
     place = _layout(spec)
     box = _box_width(spec)
     width = max(x for x, _ in place.values()) + box + MARGIN
     bottom = max(y for _, y in place.values()) + BOX_H
     height = bottom + MARGIN + LOOP_H * len(spec.loops)
-    body = [*_edges(spec, place, box), *_backlogs(spec, place, box), *_loops(spec, place, box, bottom)]
-    body += _boxes(spec, place, box)
+    body = [*_edges(spec, place, box, live), *_backlogs(spec, place, box), *_loops(spec, place, box, bottom)]
+    body += _boxes(spec, place, box, live)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="12">\n'
@@ -105,34 +121,45 @@ def _layout(spec: GraphSpec) -> dict[str, tuple[int, int]]:
     }
 
 
-def _boxes(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int) -> Iterator[str]:
+def _boxes(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int, live: Live) -> Iterator[str]:
     for n in spec.nodes:
         x, y = place[n.name]
+        activity, does = live.nodes.get(n.name, ("", ""))
+        fill = FILLS.get(activity, "#ebf4ff")
         behind = 2 if n.replicas > 1 or n.ranks > 1 else 0  # copies show as cards in a pile
         for k in range(behind, -1, -1):
             yield (
                 f'<rect x="{x + 4 * k}" y="{y - 4 * k}" width="{box}" height="{BOX_H}" rx="8" '
-                f'fill="#ebf4ff" stroke="#2b6cb0"/>'
+                f'fill="{fill}" stroke="#2b6cb0"/>'
             )
         middle = x + box // 2
         yield (
             f'<text x="{middle}" y="{y + 22}" text-anchor="middle" font-weight="bold" fill="#1a365d">'
             f"{escape(_title(n))}</text>"
-            f'<text x="{middle}" y="{y + 39}" text-anchor="middle" fill="{INK}">{escape(_class(n))}</text>'
+            f'<text x="{middle}" y="{y + 39}" text-anchor="middle" fill="{INK}">'
+            f"{escape(_class(n))}{_hint(does)}</text>"
         )
 
 
-def _edges(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int) -> Iterator[str]:
+def _hint(text: str) -> str:
+    """Shown while the pointer rests on it."""
+    return f"<title>{escape(text)}</title>" if text else ""
+
+
+def _edges(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int, live: Live) -> Iterator[str]:
     for n in spec.nodes:
         for c, i in spec.consumers(n.name):
             (x1, y1), (x2, y2) = place[n.name], place[c.name]
             x1, y1, y2 = x1 + box, y1 + BOX_H // 2, y2 + BOX_H // 2
-            half = (x1 + x2) // 2
+            half, middle = (x1 + x2) // 2, (y1 + y2) // 2
+            flow, stands = live.edges.get(n.name, ("", ""))
+            colour, width = STROKES.get(flow, (INK, ""))
             yield (
-                f'<path d="M{x1} {y1}C{half} {y1} {half} {y2} {x2} {y2}" fill="none" stroke="{INK}" '
-                'marker-end="url(#tip)"/>'
+                f'<path d="M{x1} {y1}C{half} {y1} {half} {y2} {x2} {y2}" fill="none" stroke="{colour}" '
+                f'{width}marker-end="url(#tip)"/>'
             )
-            yield _text(half, (y1 + y2) // 2 - 6, _label(i), INK)
+            yield _text(half, middle - 6, _label(i), INK)
+            yield from [_text(half, middle + 15, stands, colour)] if stands else []
 
 
 def _backlogs(spec: GraphSpec, place: dict[str, tuple[int, int]], box: int) -> Iterator[str]:

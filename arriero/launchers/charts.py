@@ -6,26 +6,33 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from arriero.launchers.look import syncs
 from arriero.launchers.trace import Slice
 
 _W, _H, _LEFT, _BOTTOM, _TOP = 420, 170, 52, 24, 24
 _BLUE, _ORANGE, _GREY = "#2b6cb0", "#c05621", "#cbd5e0"
+_SYNCS = "#ed8936"
 Points = Sequence[tuple[float, float]]
 
 
-def line(title: str, points: Points, *, marks: Points = ()) -> str:
-    """Values over steps; `marks` are drawn as dots (held-out results)."""
+def line(title: str, points: Points, *, marks: Points = (), other: Points = ()) -> str:
+    """Values over steps; `marks` are drawn as dots (held-out results), `other` in another colour."""
     known = [(x, y) for x, y in points if math.isfinite(y)]
-    every = [*known, *marks]
+    others = [(x, y) for x, y in other if math.isfinite(y)]
+    every = [*known, *marks, *others]
     if not every:
         return ""
     xs, ys = [x for x, _ in every], [y for _, y in every]
     to_x, to_y = _scale(min(xs), max(xs), _LEFT, _W - 10), _scale(min(ys), max(ys), _H - _BOTTOM, _TOP)
-    path = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in _thinned(known))
+
+    def drawn(values: Points, colour: str) -> str:
+        path = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in _thinned(values))
+        return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+
     dots = "".join(
         f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="3.5" fill="{_ORANGE}"/>' for x, y in marks
     )
-    body = f'<polyline points="{path}" fill="none" stroke="{_BLUE}" stroke-width="1.6"/>{dots}'
+    body = drawn(known, _BLUE) + (drawn(others, _ORANGE) if others else "") + dots
     return _frame(title, body, (min(xs), max(xs)), (min(ys), max(ys)))
 
 
@@ -52,7 +59,7 @@ def histogram(title: str, values: Sequence[float], *, bins: int = 24) -> str:
 
 
 def timeline(rows: Mapping[str, Sequence[Slice]]) -> str:
-    """A bar per replica and node: dark where it was busy, light where it waited."""
+    """A bar per replica and node: dark where it was busy, light where it waited, orange for weights."""
     spans = [s for found in rows.values() for s in found]
     if not spans:
         return ""
@@ -64,7 +71,7 @@ def timeline(rows: Mapping[str, Sequence[Slice]]) -> str:
         y = 6 + k * (height + 4)
         body.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
         for a, b, what in _merged(found, (end - begin) / 700):
-            colour = _BLUE if what == "busy" else _GREY
+            colour = _BLUE if what == "busy" else _SYNCS if syncs(what) else _GREY
             body.append(
                 f'<rect x="{to_x(a):.1f}" y="{y}" width="{max(to_x(b) - to_x(a), 0.5):.1f}" '
                 f'height="{height}" fill="{colour}"><title>{escape(what)}, {b - a:.2f} s</title></rect>'

@@ -41,6 +41,7 @@ usage: arriero COMMAND ...
   runs [DIR|RUN RUN] [--where key=value]                 list runs; what differs between two
   lineage RUN --step N|--rollout ID|--prompt ID|...      what trained these weights; what became of a prompt
   top RUN [--once]                                       a run as it goes on: edges, roles, waits, curves
+  ui RUN [--port N]                                      a page about a run, live, on this machine
   report|trace RUN [--out FILE]                          a run as one HTML page; as a trace for Perfetto
   doctor [RUN]                                           why a run doesn't get on; what isn't installed here
   audit RUN [--head HASH] [--json]                       check a run from its record alone
@@ -67,6 +68,7 @@ _ABOUT_RUNS = {
     "report": "report:report",
     "top": "top:top",
     "trace": "trace:trace",
+    "ui": "ui.command:ui",
     "status": "job_commands:status",
     "logs": "job_commands:logs",
     "cancel": "job_commands:cancel",

@@ -42,7 +42,7 @@ CHOICES = (
 
 def rollouts_html(record: Lineage, tokenizer: Path | None) -> str:
     """The best, the worst and another response of groups at the begin, the end and between."""
-    pieces = _pieces(tokenizer)
+    pieces = pieces_of(tokenizer)
     chosen = _spread(record.steps, _STEPS)
     parts: list[str] = []
     for step in chosen:
@@ -101,12 +101,16 @@ def _tokens(rollout: Rollout, step: Trained, advantage: float | None, pieces: Pi
     spans: list[str] = []
     for k, text in zip(at, texts, strict=True):
         logprob, version = float(rollout.logprobs[k]), int(rollout.versions[k])
-        age = min(max(step.version - 1 - version, 0), 7)
         title = f"log-prob {logprob:.3f}, version {version}"
-        kind = f"p{_level(-logprob, 7)} v{age} {_side(advantage)}"
+        kind = token_class(logprob=logprob, age=step.version - 1 - version, advantage=advantage)
         spans.append(f'<span class="{kind}" title="{title}">{escape(text)}</span>')
     left = int(rollout.mask.sum()) - len(at)
     return "".join(spans) + (f" … {left} more tokens" if left else "")
+
+
+def token_class(*, logprob: float, age: int, advantage: float | None) -> str:
+    """The classes of `STYLE` for a token that was sampled `age` versions ago; log-probability in nats."""
+    return f"p{_level(-logprob, 7)} v{min(max(age, 0), 7)} {_side(advantage)}"
 
 
 def _level(value: float, most: int) -> int:
@@ -123,7 +127,7 @@ def _cut(text: str, most: int = _MOST_TEXT) -> str:
     return escape(text[:most]) + (f" … {len(text) - most} more characters" if len(text) > most else "")
 
 
-def _pieces(tokenizer: Path | None) -> Pieces | None:
+def pieces_of(tokenizer: Path | None) -> Pieces | None:
     """Token ids as text, one by one; None without a tokenizer."""
     if tokenizer is None:
         return None

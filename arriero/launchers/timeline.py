@@ -66,14 +66,22 @@ class Timeline:
         print(moment.model_dump_json(exclude_defaults=True), file=self._file, flush=True)
 
 
-def moments(path: Path) -> Iterator[Moment]:
-    """The lines of a file; a torn last one is left out. UserError if there is none, or another is damaged."""
+def moments(path: Path, most_bytes: int | None = None) -> Iterator[Moment]:
+    """The lines of a file, of a longer one those in its last `most_bytes`; a torn last one is left out.
+
+    UserError if there is none, or another is damaged.
+    """
     if not path.exists():
         raise UserError(f"{path} isn't there: the run was made before timelines were kept, or never started")
-    lines = path.read_text().splitlines()
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(first := max(0, size - (most_bytes or size)))
+        lines = file.read().splitlines()[1 if first else 0 :]
     for number, line in enumerate(lines):
         try:
             yield Moment.model_validate_json(line)
         except ValidationError as error:
             if number < len(lines) - 1:
-                raise UserError(f"line {number + 1} of {path} is damaged: {line[:80]}") from error
+                raise UserError(
+                    f"line {number + 1} of {path} is damaged: {line[:80].decode(errors='replace')}"
+                ) from error

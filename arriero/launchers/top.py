@@ -1,22 +1,15 @@
-"""`arriero top RUN`: a run as it goes on, from what its launcher writes into the run directory.
-
-Nothing is asked of the run itself: who can read the directory can look, and nothing more.
-"""
+"""`arriero top RUN`: a run as it goes on, on a terminal."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arriero.engine.errors import UserError
-from arriero.launchers.progress import doing
+from arriero.launchers.look import Lines, Look, Now, last_lines
 from arriero.launchers.rundir import RunDir
-from arriero.launchers.vitals import Vitals, rooms
-from arriero.schemas.graph import GraphSpec
-from arriero.schemas.run import VitalsFile
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,7 +20,6 @@ usage: arriero top RUN [--once]    edges, roles, waits, curves and rollouts of a
 _EVERY_S, _ROLLOUTS_EVERY_S = 1.0, 10.0
 _MOST_RECORD = 32 << 20  # bytes of a chain that is read again and again
 _BARS = "▁▂▃▄▅▆▇█"
-_TAIL_BYTES = 1 << 20
 CURVES = ("reward", "loss", "staleness_mean", "entropy", "grad_norm")
 
 
@@ -40,85 +32,42 @@ def top(args: Sequence[str], show: Callable[[str], int]) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    look = Look(RunDir(Path(args[0]).absolute()))
-    if "--once" in args or look.over():
-        Console().print(look.screen())
+    screen = Screen(RunDir(Path(args[0]).absolute()))
+    if "--once" in args or screen.over():
+        Console().print(screen.draw())
         return 0
-    with Live(look.screen(), auto_refresh=False) as live:
-        while not look.over():
+    with Live(screen.draw(), auto_refresh=False) as live:
+        while not screen.over():
             time.sleep(_EVERY_S)
-            live.update(look.screen(), refresh=True)
+            live.update(screen.draw(), refresh=True)
     return 0
 
 
-class Look:
-    """One who looks at a run again and again; rates are those since the look before."""
+class Screen:
+    """The run on a terminal, drawn again and again."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._spec: GraphSpec = run.read_graph()
-        self._before: VitalsFile | None = None
+        self._look = Look(run)
         self._rollouts: list[tuple[str, ...]] = []
         self._asked = 0.0
 
     def over(self) -> bool:
-        return self._run.summary.exists()
+        return self._look.over()
 
-    def screen(self) -> RenderableType:
+    def draw(self) -> RenderableType:
         """The run now. Before any heartbeat it says so."""
         from rich.console import Group
         from rich.text import Text
 
-        if not self._run.vitals.exists():
+        lines = last_lines(self._run.metrics)
+        if (now := self._look.now(lines)) is None:
             return Text(f"{self._run.path}: no replica has been heard of yet")
-        now = self._run.read_vitals()
-        lines = _last_lines(self._run.metrics)
-        parts: list[Any] = [Text(self._head(now, lines), style="bold"), self._nodes(now), self._edges(now)]
+        parts: list[Any] = [Text(_head(now), style="bold"), _nodes(now), _edges(now)]
         parts += [Text(text) for text in _curves(lines)]
         if rollouts := self._last_rollouts():
             parts.append(rollouts)
-        self._before = now
         return Group(*parts)
-
-    def _head(self, now: VitalsFile, lines: Sequence[dict[str, Any]]) -> str:
-        state = self._run.read_summary().state if self.over() else "goes on"
-        since = time.time() - now.time
-        warned = ", ".join(lines[-1].get("health") or {}) if lines else ""
-        step = lines[-1]["step"] if lines else now.step
-        told = f"{self._run.path.name}  {state}  step {step}  seen {since:.0f} s ago"
-        return told + (f"  WARNED: {warned}" if warned else "")
-
-    def _nodes(self, now: VitalsFile) -> RenderableType:
-        vitals = Vitals.read(now, time.time())
-        rows = _Rows("node", "does", "idle", "records/s", "tokens/s", "heartbeat")
-        for node in self._spec.nodes:
-            known = vitals.nodes(node.name)
-            idle, rate, tokens = self._rates(node.name, now)
-            age = max((age_s for *_, age_s in known), default=0.0)
-            heard = f"{age:.0f} s ago" if known else ""
-            rows.add(node.name, doing(vitals, node.name), idle, rate, tokens, heard)
-        return rows.table
-
-    def _rates(self, node: str, now: VitalsFile) -> tuple[str, str, str]:
-        """Idle share, records and tokens per second since the look before; from the start at the first."""
-        new, old = _sums(now, node), _sums(self._before, node) if self._before else (0.0, 0.0, 0, 0)
-        busy_s, idle_s, given, tokens = (a - b for a, b in zip(new, old, strict=True))
-        span = busy_s + idle_s
-        replicas = self._spec.node(node).replicas
-        if span <= 0:
-            return ("", "", "")
-        per_s = replicas / span
-        return f"{idle_s / span:.0%}", f"{given * per_s:.1f}", f"{tokens * per_s:.0f}" if tokens else ""
-
-    def _edges(self, now: VitalsFile) -> RenderableType:
-        rows = _Rows("edge", "messages", "waiting", "leased", "fill")
-        room = rooms(self._spec)
-        for name, edge in now.edges.items():
-            share = min(edge.messages / max(room.get(name, edge.capacity), 1), 1.0)
-            bar = "█" * round(20 * share) + "·" * (20 - round(20 * share))
-            waiting, leased = sum(edge.waiting.values()), sum(edge.leased.values())
-            rows.add(name, f"{edge.messages} of {edge.capacity}", str(waiting), str(leased), bar)
-        return rows.table
 
     def _last_rollouts(self) -> RenderableType | None:
         """From the record, now and then, as long as it is short; None without one."""
@@ -133,6 +82,28 @@ class Look:
         return rows.table
 
 
+def _head(now: Now) -> str:
+    told = f"{now.run}  {now.state}  step {now.step}  seen {now.seen_s:.0f} s ago"
+    return told + (f"  WARNED: {', '.join(now.warned)}" if now.warned else "")
+
+
+def _nodes(now: Now) -> RenderableType:
+    rows = _Rows("node", "does", "idle", "records/s", "tokens/s", "heartbeat")
+    for n in now.nodes:
+        numbers = ((n.idle, "{:.0%}"), (n.records_per_s, "{:.1f}"), (n.tokens_per_s, "{:.0f}"))
+        told = ["" if value is None else form.format(value) for value, form in numbers]
+        rows.add(n.name, n.does, *told, "" if n.heard_s is None else f"{n.heard_s:.0f} s ago")
+    return rows.table
+
+
+def _edges(now: Now) -> RenderableType:
+    rows = _Rows("edge", "messages", "waiting", "leased", "fill")
+    for e in now.edges:
+        bar = "█" * round(20 * e.fill) + "·" * (20 - round(20 * e.fill))
+        rows.add(e.name, f"{e.messages} of {e.capacity}", str(e.waiting), str(e.leased), bar)
+    return rows.table
+
+
 def sparkline(values: Sequence[float], width: int = 48) -> str:
     """The last values as bars, from their lowest to their highest."""
     shown = values[-width:]
@@ -142,22 +113,13 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
     return "".join(_BARS[min(int((v - low) / span * len(_BARS)), len(_BARS) - 1)] for v in shown)
 
 
-def _curves(lines: Sequence[dict[str, Any]]) -> list[str]:
+def _curves(lines: Lines) -> list[str]:
     found: list[str] = []
     for key in CURVES:
         values = [float(v) for line in lines if isinstance(v := line.get(key), int | float)]
         if values:
             found.append(f"{key:<15} {sparkline(values):<48} {values[-1]:.4g}")
     return found
-
-
-def _sums(file: VitalsFile, node: str) -> tuple[float, float, int, int]:
-    """Busy and idle seconds, records given and tokens of all replicas of a node."""
-    found = [n for p in file.pulses.values() if not p.status.rank for n in p.status.nodes if n.node == node]
-    return (
-        sum(n.busy_s for n in found), sum(n.idle_s for n in found), sum(n.given for n in found),
-        sum(n.tokens for n in found),
-    )  # fmt: skip
 
 
 def _newest_rollouts(run: RunDir, count: int = 5) -> list[tuple[str, ...]]:
@@ -187,18 +149,6 @@ def _newest_rollouts(run: RunDir, count: int = 5) -> list[tuple[str, ...]]:
 def _printable(text: str) -> str:
     """Without what would steer a terminal."""
     return "".join(c if c.isprintable() else "·" for c in text)
-
-
-def _last_lines(path: Path) -> list[dict[str, Any]]:
-    """The last steps of metrics.jsonl; of a long file only its end is read."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _TAIL_BYTES))
-        texts = file.read().split(b"\n")
-    whole = texts[1:-1] if size > _TAIL_BYTES else texts[:-1]  # a torn first one, an unfinished last one
-    return [json.loads(text) for text in whole if text]
 
 
 class _Rows:

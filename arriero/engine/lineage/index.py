@@ -103,11 +103,14 @@ class Index:
             "select id, number, text_part as part, text_start as start, text_size as size from rollouts "
             "where id in (select unnest(?)) order by text_part, text_start"
         )
+        last, said = (-1, -1), dict[str, Any]()
         for row in self.rows(query, [list(rollouts)]):
-            place = Place(part=row["part"], start=row["start"], size=row["size"])
-            data = spaces.read("text", place, "bytes")["bytes"].tobytes()
-            if any(data):
-                said: dict[str, Any] = json.loads(data[SALT_BYTES:])
+            if (row["part"], row["start"]) != last:  # else one of the same group
+                last = (row["part"], row["start"])
+                place = Place(part=row["part"], start=row["start"], size=row["size"])
+                data = spaces.read("text", place, "bytes")["bytes"].tobytes()
+                said = json.loads(data[SALT_BYTES:]) if any(data) else dict[str, Any]()
+            if said:
                 found[row["id"]] = Texts(
                     prompt=said["prompt"]["text"], answer=said["prompt"]["answer"],
                     response=said["responses"][row["number"]],
