@@ -165,10 +165,27 @@ async def test_an_offer_is_refused_where_a_put_would_wait_and_leaves_no_trace(en
     assert [await producer.offer(name, b"x") for name in "aab"] == [True, False, True]
     assert await producer.offer("c", b"x") is None
     assert await producer.offer("a", b"x") is False  # known, and that counts before the lack of room
+    assert [await producer.knows(name) for name in "abc"] == [True, True, False]
     await (await take(consumer)).ack()
     assert await eventually(lambda: _offered(producer), within_s=1.0)
     assert [(await take(consumer)).id for _ in range(2)] == ["b", "c"]
     engine.leftovers = True
+
+
+async def test_an_offer_stays_within_the_bytes_of_the_edge_wherever_they_lie(engine: Engine) -> None:
+    broker = await engine.declare(edge(bytes=20_000))
+    producer, consumer = broker.producer("rollouts", 0), broker.consumer("rollouts", "reward")
+    assert [await producer.offer(name, bytes(9_000)) for name in "ab"] == [True, True]
+    assert await producer.offer("c", bytes(9_000)) is None
+    assert await producer.offer("b", bytes(9_000)) is False
+    assert (await broker.depth("rollouts")).bytes <= 20_000
+    assert [await producer.knows(name) for name in "abc"] == [True, True, False]
+    for name in "ab":
+        lease = await take(consumer)
+        assert lease.id == name
+        await lease.ack()
+    assert await producer.offer("c", bytes(9_000))
+    await (await take(consumer)).ack()
 
 
 async def _offered(producer: Producer) -> bool:

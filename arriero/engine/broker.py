@@ -134,6 +134,10 @@ class Producer(Protocol):
         """As `put`, but None where that would wait: then nothing is stored, and the `id` isn't known."""
         ...
 
+    async def knows(self, id: str) -> bool:
+        """Whether a put of this `id` would be False; stores nothing, however full the edge is."""
+        ...
+
     @property
     def durable(self) -> bool:
         """Messages outlive this process; if not, what they were made from is acknowledged once `settled`."""

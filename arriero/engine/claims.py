@@ -180,13 +180,21 @@ class _Producer:
             done.set()
 
     async def offer(self, id: str, payload: bytes) -> bool | None:
-        """It looks for room on the edge alone: without room in the store it still has to ask for the id."""
         if len(payload) <= self._broker.above_bytes and not payload.startswith(_MAGIC):
             return await self._inner.offer(id, payload)
         decl = await self._broker.edge(self._edge)
         claim = self._claim(payload, decl, id)
-        await self._write(claim, payload, decl)
+        if self._store.bounded:
+            if self._line.locked() or not self._fits(len(payload), decl):
+                return False if await self._inner.knows(id) else None
+            async with self._line:
+                await self._write(claim, payload, decl)
+        else:
+            await self._write(claim, payload, decl)
         return await self._kept_if_stored(self._inner.offer(id, _encode(claim)), claim, decl)
+
+    async def knows(self, id: str) -> bool:
+        return await self._inner.knows(id)
 
     def _claim(self, payload: bytes, decl: EdgeDecl, id: str) -> Claim:
         limit = decl.capacity.bytes - ENVELOPE_BYTES
@@ -238,17 +246,18 @@ class _Producer:
         """Waits for `num_bytes`. Producers that look at the same time can each go beyond by one message."""
         pause_s, longest_s = _PAUSE_S
         next_look = time.monotonic() + _LOOK_FOR_DEAD_S
-        while True:
-            now = time.monotonic()
-            if now - self._looked > longest_s or self._held_bytes + num_bytes > decl.capacity.bytes // 2:
-                self._held_bytes, self._looked = self._store.held(decl.name), now
-            if self._held_bytes + num_bytes <= decl.capacity.bytes:
-                return
-            if now > next_look:
+        while not self._fits(num_bytes, decl):
+            if (now := time.monotonic()) > next_look:
                 await self._broker.bury_dead(decl.name)
                 next_look = now + _LOOK_FOR_DEAD_S
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 1.5, longest_s)
+
+    def _fits(self, num_bytes: int, decl: EdgeDecl) -> bool:
+        now = time.monotonic()
+        if now - self._looked > _PAUSE_S[1] or self._held_bytes + num_bytes > decl.capacity.bytes // 2:
+            self._held_bytes, self._looked = self._store.held(decl.name), now
+        return self._held_bytes + num_bytes <= decl.capacity.bytes
 
     @property
     def durable(self) -> bool:

@@ -44,6 +44,9 @@ class MemoryProducer:
         check_fits(edge.decl, id, payload)
         return edge.offer(id, payload)
 
+    async def knows(self, id: str) -> bool:
+        return id in self._edge().known
+
     async def settled(self, id: str) -> None:
         await self._edge().left(id)
 

@@ -280,9 +280,14 @@ class Link:
         data = await self.request(f"$JS.API.{path}", json.dumps(body).encode() if body else b"", what=what)
         return answer(data)
 
-    async def store(self, subject: str, payload: bytes, id: str, *, what: str) -> bool:
-        """Publish to a stream: True if stored, False if the id was known. Raises JetStreamError."""
-        headers = {"Nats-Msg-Id": id} if id else None
+    async def store(self, subject: str, payload: bytes, id: str, *, what: str, after: str = "") -> bool:
+        """Publish to a stream: True if stored, False if the id was known. Raises JetStreamError.
+
+        Refused unless the last message of the stream has the id `after`, if any.
+        """
+        headers = {"Nats-Msg-Id": id} if id else {}
+        if after:
+            headers["Nats-Expected-Last-Msg-Id"] = after
         data = await self.request(subject, payload, what=what, headers=headers)
         return not answer(data).get("duplicate", False)
 
