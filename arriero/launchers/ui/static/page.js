@@ -1,6 +1,6 @@
 // The frame: which view is open, the run as it goes on, keys, light and dark.
 
-import { failed, get, make } from "./dom.js";
+import { failed, make } from "./dom.js";
 import { lineage } from "./lineage.js";
 import { rollouts } from "./rollouts.js";
 import { compare, curves, overview, timeline } from "./views.js";
@@ -43,6 +43,10 @@ function heard(event) {
   now = JSON.parse(event.data);
   const warned = document.getElementById("warned");
   const head = document.getElementById("head");
+  if (now) {
+    document.getElementById("run").textContent = now.run;
+    document.title = `${now.run} · arriero`;
+  }
   head.textContent = now ? `${now.state}, step ${now.step}` : "no replica has been heard of yet";
   warned.textContent = now && now.warned.length ? `warned: ${now.warned.join(", ")}` : "";
   live(now);
@@ -89,10 +93,6 @@ document.getElementById("theme").addEventListener("click", turn);
 document.getElementById("keys").addEventListener("click", keys);
 tabs.append(...Object.keys(VIEWS).map((name) => make("a", { href: `#${name}` }, name)));
 addEventListener("hashchange", open);
-get("api/run").then(({ run }) => {
-  document.getElementById("run").textContent = run;
-  document.title = `${run} · arriero`;
-}, failed);
 const events = new EventSource("events");
 events.addEventListener("message", heard);
 events.addEventListener("error", () => { document.getElementById("head").textContent = "the page's server doesn't answer"; });

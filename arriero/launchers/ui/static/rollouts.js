@@ -94,7 +94,10 @@ export async function rollouts(place, query) {
 
   async function shown(id) {
     try {
-      detail.replaceChildren(...one(await get("api/rollout", { id })));
+      const close = make("button", { type: "button" }, "close (Esc)");
+      close.addEventListener("click", () => detail.replaceChildren());
+      detail.replaceChildren(close, ...one(await get("api/rollout", { id })));
+      detail.scrollTop = 0;
       failed(null);
     } catch (error) {
       failed(error);
@@ -161,7 +164,7 @@ function one(found) {
   } else {
     parts.push(make("p", { class: "note" }, "its texts and tokens are redacted"));
   }
-  return [make("div", { class: "detail" }, parts)];
+  return parts;
 }
 
 function token(t) {

@@ -1,6 +1,6 @@
 // The views that show numbers and pictures of the run as a whole.
 
-import { draw, get, make, number, share, table } from "./dom.js";
+import { draw, failed, get, make, number, share, table } from "./dom.js";
 
 const SELDOM_MS = 5000;
 
@@ -24,11 +24,12 @@ export async function overview(place) {
     ]);
     edges.replaceChildren(table(["edge", "messages", "waiting", "leased", "fill", ""], stand));
   };
-  const { sections } = await get("api/run");
-  for (const [name, rows] of Object.entries(sections)) {
-    about.append(make("h2", {}, name));
-    about.append(rows.length ? table([], rows) : make("p", { class: "note" }, "nothing"));
-  }
+  get("api/run").then(({ sections }) => {  // the first question to a large record takes a while
+    for (const [name, rows] of Object.entries(sections)) {
+      about.append(make("h2", {}, name));
+      about.append(rows.length ? table([], rows) : make("p", { class: "note" }, "nothing"));
+    }
+  }, failed);
   return live;
 }
 
