@@ -67,6 +67,22 @@ def test_what_a_role_needs_may_be_said_for_one_rank() -> None:
     assert (trainer["env"]["A"], trainer["env"]["OMP_NUM_THREADS"]) == ("b", "4")
 
 
+def test_a_role_may_need_what_a_named_resource_of_torchx_holds() -> None:
+    trainer = place(placed(Profile(roles={"trainer": RoleNeeds(resource="gpu.medium")})), "trainer")
+    assert (trainer["cpus"], trainer["memory_mb"], trainer["gpus"]) == (16, 65536, 2)  # TorchX 2026.10.26
+    with pytest.raises(UserError, match=r"roles\.trainer\.resource = 'gpu\.vast': TorchX knows no such"):
+        placed(Profile(roles={"trainer": RoleNeeds(resource="gpu.vast")}))
+
+
+def test_memory_is_said_in_one_way_in_all_components() -> None:
+    needs = RoleNeeds(memory_mb=1000, apart=True)
+    made = script(placed(Profile(roles={"trainer": needs, "reward": RoleNeeds(memory_mb=2000)})))
+    first, second = sbatch_options(made)
+    # The hub's 4096 and 2000 MB for the six CPUs of hub, prompts, generator, reward and collect.
+    assert "--mem-per-cpu=1016M" in first
+    assert "--mem-per-cpu=1000M" in second
+
+
 def test_needs_of_a_role_that_is_not_there_are_refused() -> None:
     with pytest.raises(UserError, match="needs for trainr, which is no role of toy: prompts, generator"):
         placed(Profile(roles={"trainr": RoleNeeds()}))

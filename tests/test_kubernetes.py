@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("kubernetes", reason="pip install 'arriero[kubernetes]'")
@@ -18,6 +19,7 @@ pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-valida
 
 from arriero.launchers.rundir import RunDir
 from tests.cluster.api_server import ApiServer, Pod, Stored
+from tests.cluster.real_run import real_words
 
 ROOT = Path(__file__).parents[1]
 PIPELINE = str(ROOT / "tests" / "cluster" / "toy_run.py")
@@ -51,9 +53,9 @@ kubernetes = {{ namespace = "rl" }}
             cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
 
-    def submit(self, *words: str) -> str:
+    def submit(self, *words: str, pipeline: str = PIPELINE) -> str:
         """The handle."""
-        done = self.arriero("run", PIPELINE, "--on", "kubernetes", *words)
+        done = self.arriero("run", pipeline, "--on", "kubernetes", *words)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -157,6 +159,22 @@ def test_an_evicted_pod_is_made_anew_and_the_run_goes_on(cluster: Cluster) -> No
     assert cluster.job().retries == 0
     summary = cluster.run.read_summary()
     assert (summary.state, summary.steps, summary.restarts) == ("finished", 120, {"generator-0": 1})
+
+
+def test_a_killed_rank_starts_the_job_again_which_goes_on_from_its_version(cluster: Cluster) -> None:
+    cluster.submit(*real_words(cluster.folder, steps=20, ranks=2), pipeline="grpo")
+    cluster.until(lambda: cluster.steps() >= 2, 120)
+    trainer = cluster.pod("trainer-0").process
+    assert trainer is not None
+    torchrun = psutil.Process(trainer.pid).children()[0]
+    torchrun.children()[0].kill()
+    cluster.until(lambda: cluster.job().retries == 1)
+    cluster.until(lambda: cluster.job().phase == "Completed", 90)
+    told = cluster.pod("hub-0").log.read_text()
+    assert "trainer-0 rank 0 was killed by signal 9 (SIGKILL)" in told
+    assert "the run goes on, trainer from version" in told
+    lines = (cluster.run.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 21))
 
 
 @pytest.mark.parametrize(

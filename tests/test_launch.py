@@ -351,7 +351,7 @@ def test_nothing_outlives_a_killed_launcher(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_run_under_torchrun_and_one_that_is_killed_is_named(tmp_path: Path) -> None:
-    run = Launch(tmp_path, graph={"ranks": 2}, **LONG)
+    run = Launch(tmp_path, graph={"ranks": 2}, options={"restarts": 0}, **LONG)
     run.until(lambda: run.steps() >= 1)
     ranks = [p for p in run.processes("--role trainer") if "RANK" in p.environ()]
     assert sorted(p.environ()["RANK"] for p in ranks) == ["0", "1"]

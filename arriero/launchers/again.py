@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arriero.engine.errors import UserError
 from arriero.launchers import rundir
@@ -13,6 +14,11 @@ from arriero.launchers.changes import changes, check_allowed, data_changed
 from arriero.launchers.preparing import Begun, Ready
 from arriero.launchers.provenance import MASK
 from arriero.launchers.resuming import go_on
+from arriero.launchers.ship import FOLDER
+
+if TYPE_CHECKING:
+    from arriero.launchers.profile import Profile
+    from arriero.launchers.ship import Code
 
 RESUME = "--resume"
 _OWN = {
@@ -30,6 +36,7 @@ def words_of(args: Sequence[str]) -> list[str]:
     """
     place, given = _taken(args)
     run = rundir.reopen(Path(place))
+    _refuse_going(run.path)
     _, command, *words = run.read_manifest().argv
     if command != "run" or not words:
         raise UserError(f"{place} was made by arriero {command}; only arriero run can go on")
@@ -44,16 +51,26 @@ def words_of(args: Sequence[str]) -> list[str]:
     return [pipeline, *before, *given, RESUME, str(run.path)]
 
 
-def begin_again(ready: Ready, argv: list[str]) -> Begun:
+def begin_again(
+    ready: Ready, argv: list[str], profile: Profile | None = None, code: Code | None = None
+) -> Begun:
     """As `preparing.begin`, in the directory of a run that has ended.
 
-    Raises UserError with every difference that `--allow-change` doesn't name.
+    Raises UserError with every difference that `--allow-change` doesn't name, and on Kubernetes, where the
+    record stands in a volume of the cluster.
     """
     from arriero.launchers import provenance
+    from arriero.launchers.cluster import JOB_FILE
     from arriero.launchers.content_hashes import content_hashes
+    from arriero.launchers.hub import CLAIMS
 
     given = ready.options
     assert given.resume is not None, "by `words_of`"
+    if profile is not None and profile.on == "kubernetes":
+        raise UserError(
+            f"{RESUME} needs the record of the run, which stands in a volume of the cluster; go on from its "
+            "checkpoint in a new run: --model CHECKPOINT"
+        )
     run = rundir.RunDir(given.resume)
     before, graph, options = run.read_manifest(), run.read_graph(), run.read_options()
     manifest = provenance.manifest(
@@ -69,12 +86,28 @@ def begin_again(ready: Ready, argv: list[str]) -> Begun:
     if "record" in changed or "record_url" in changed:
         raise UserError("record and record_url stay as they were: the run goes on from its record")
     told = {"seed", "deterministic", "wait_bound_s", "liveness_s", "max_dead_letters", "restarts"}
-    options = options.model_copy(update={key: getattr(given, key) for key in told})
+    told |= {"sinks", "metrics_port", "metrics_host"}
+    claims = {"claims_url": f"file://{run.path}/{CLAIMS}" if profile else ""}
+    options = options.model_copy(update={key: getattr(given, key) for key in told} | claims)
     anew = data_changed(graph, ready.spec, changed)
     resumed = go_on(ready.spec, options, run, changed=changed, anew=anew)
+    for path in (run.path / JOB_FILE, run.cancelled):
+        path.unlink(missing_ok=True)
+    if code is not None:
+        manifest = manifest.model_copy(update={"shipped_sha256": code.digest})
+        code.write(run.path / FOLDER)
     run.begin_again(resumed.number, ready.spec, options, manifest)
     provenance.write_diffs(run.path, manifest)
-    return Begun(options=options, run=run, seen_as="")
+    return Begun(options=options, run=run, seen_as=str(run.path) if profile else "")
+
+
+def _refuse_going(path: Path) -> None:
+    """UserError for a run that goes on, or waits to, on a cluster."""
+    from arriero.launchers import jobs
+
+    job = jobs.find(str(path))
+    if job.on != "local" and jobs.running(job):
+        raise UserError(f"{path} goes on as {job.handle}; arriero cancel {path} stops it")
 
 
 def _taken(args: Sequence[str]) -> tuple[str, list[str]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveInt
-from torchx.specs import AppDef, BindMount, Resource, Role, VolumeMount, macros, named_resources
+from torchx.specs import AppDef, BindMount, Resource, Role, VolumeMount, macros, named_resources, resource
 
 from arriero.engine.errors import GraphError, UserError
 from arriero.launchers.appdef import HUB, computes, shapes
@@ -180,7 +180,7 @@ def _place(role: str, name: str, profile: Profile, needs: RoleNeeds, nodes: tupl
             raise UserError(
                 f"roles.{role}.resource = {needs.resource!r}: TorchX knows no such named resource"
             )
-        named = named_resources[needs.resource]
+        named = resource(h=needs.resource)
         cpus, gpus, memory = int(named.cpu), named.gpu, named.memMB
     threads = str(max(1, cpus // ranks))
     return Place(

@@ -42,15 +42,14 @@ from arriero.launchers.hub import (
 )  # fmt: skip
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.place import attempt, own_address
-from arriero.launchers.resuming import fill_ledger, go_on
+from arriero.launchers.resuming import fill_ledger, go_on, prepared
 from arriero.launchers.rundir import ATTEMPTS, OUTPUTS, RunDir
 from arriero.schemas.crew import CREW_LOG, ORDERS_LOG
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import Restarted
+from arriero.schemas.ledger import Restarted, Resumed
 from arriero.schemas.run import RunOptions
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
-CANCELLED = "cancelled"
 _SERVER_STARTS = 5
 _LEAVE_S = 5.0  # for roles that are told to leave, over a network; a scheduler's grace is 30 s or more
 BUNDLE = ("graph.json", "options.json", "manifest.json")
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, BrokerError, OSError) as error:
         print(f"arriero: error: {error}", file=sys.stderr)
         return 2
-    return PREEMPTED if code == INTERRUPTED and not (run.path / CANCELLED).exists() else code
+    return PREEMPTED if code == INTERRUPTED and not run.cancelled.exists() else code
 
 
 def _settle(run: RunDir, bundle: Path | None) -> tuple[GraphSpec, RunOptions]:
@@ -95,16 +94,21 @@ def _settle(run: RunDir, bundle: Path | None) -> tuple[GraphSpec, RunOptions]:
             shutil.copyfile(bundle / name, run.path / name)
     (run.path / HUB_FILE).unlink(missing_ok=True)
     spec, options = run.read_graph(), run.read_options()
-    if run.ledger.exists():
+    if (ready := prepared(run)) is not None:  # by `arriero run --resume`
+        print(f"arriero: the run goes on{_versions(ready)}", flush=True)
+    elif run.ledger.exists():
         try:
             resumed = go_on(spec, options, run, why="the job was started again")
-            versions = "".join(f", {node} from version {v}" for node, v in resumed.versions.items())
-            print(f"arriero: the job was started again; the run goes on{versions}", flush=True)
+            print(f"arriero: the job was started again; the run goes on{_versions(resumed)}", flush=True)
         except UserError as error:
             print(f"arriero: {error}; it starts anew, and {_put_aside(run)} keeps what it had", flush=True)
     for folder in (run.logs, run.tensorboard):
         folder.mkdir(exist_ok=True)
     return spec, options
+
+
+def _versions(resumed: Resumed) -> str:
+    return "".join(f", {node} from version {v}" for node, v in resumed.versions.items())
 
 
 def _put_aside(run: RunDir) -> Path:

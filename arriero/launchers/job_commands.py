@@ -53,10 +53,16 @@ def run(ready: Ready, argv: list[str]) -> int:
 
 
 def begun(ready: Ready, argv: list[str]) -> tuple[Begun, Plan]:
-    """The run directory, made, and what is to be submitted. Raises UserError before anything is made."""
+    """The run directory, made or gone on with, and what is to be submitted.
+
+    Raises UserError before anything is made.
+    """
+    from arriero.launchers import again
+
     profile, code = chosen(ready), preparing.pack(ready)
     preparing.placed(ready, profile, preparing.unbegun(ready, profile), code)
-    made = preparing.begin(ready, argv, profile, code)
+    begin = preparing.begin if ready.options.resume is None else again.begin_again
+    made = begin(ready, argv, profile, code)
     return made, preparing.placed(ready, profile, made, code)
 
 

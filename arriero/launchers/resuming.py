@@ -73,6 +73,14 @@ def go_on(
     return resumed
 
 
+def prepared(run: RunDir) -> Resumed | None:
+    """What the run goes on from where `go_on` was the last that happened in its directory."""
+    if not (run.history.exists() and run.ledger.exists()):
+        return None
+    events = _ledger(run.ledger)
+    return last if events and isinstance(last := events[-1], Resumed) else None
+
+
 def check_can_go_on(spec: GraphSpec, options: RunOptions) -> None:
     """UserError naming what couldn't go on from where it was."""
     if options.deterministic and not options.record and any(loop.staleness for loop in spec.loops):

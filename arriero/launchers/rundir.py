@@ -79,6 +79,11 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def cancelled(self) -> Path:
+        """There if somebody cancelled the run on its cluster: then its end is no preemption."""
+        return self.path / "cancelled"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

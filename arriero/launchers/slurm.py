@@ -23,6 +23,7 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus,
 from arriero.engine.errors import UserError
 from arriero.launchers.cluster import PLAN, Plan, remember
 from arriero.launchers.profile import SlurmNeeds
+from arriero.launchers.rundir import RunDir
 from arriero.launchers.slurm_script import JOB_LOG, script
 
 # How sbatch begins what it doesn't like, and what to do about it.
@@ -72,7 +73,7 @@ class ArrieroSlurm(SlurmScheduler):
 
     def _cancel_existing(self, app_id: str) -> None:
         if (run_dir := _run_dir(_jobs(app_id))) is not None:
-            (run_dir / "cancelled").touch()  # its end is no preemption
+            RunDir(run_dir).cancelled.touch()
         _slurm(["scancel", app_id])
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:

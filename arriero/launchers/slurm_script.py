@@ -51,6 +51,7 @@ def script(plan: Plan) -> str:
     start = shlex.join(start_words(plan))
     common = [f"export {key}={shlex.quote(value)}" for key, value in _common(plan).items()]
     lines += ["", f'export {ATTEMPT}="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"', *common]
+    lines += ["unset SLURM_MEM_PER_CPU  # steps say what they need"]
     lines += [_TASK, f"logs={shlex.quote(str(Path(plan.run_dir) / 'logs'))}", f"start=({start})", ""]
     for index, places in enumerate(components):
         where = ["--exact"] * (index == 0) + [f"--het-group={index}"] * (len(components) > 1)
@@ -116,10 +117,11 @@ def _allocation(places: list[Place], needs: SlurmNeeds) -> str:
     def share(total: int) -> int:
         return -(-total // needs.nodes)
 
-    words = [f"--nodes={needs.nodes}", "--ntasks-per-node=1"]
-    words.append(f"--cpus-per-task={share(sum(p.cpus * p.tasks for p in places))}")
+    cpus = share(sum(p.cpus * p.tasks for p in places))
+    words = [f"--nodes={needs.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
     if memory := sum(p.memory_mb * p.tasks for p in places):
-        words.append(f"--mem={share(memory)}M")
+        # As other components say it: sbatch doesn't take --mem of one beside --mem-per-cpu of another.
+        words.append(f"--mem-per-cpu={-(-share(memory) // cpus)}M")
     if gpus := sum(p.gpus * p.tasks for p in places):
         words.append(f"--gpus-per-node={_gpus(share(gpus), needs)}")
     return " ".join(words)

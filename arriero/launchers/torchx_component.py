@@ -40,6 +40,6 @@ def run(
     ]
     words += [word for key, value in (set or {}).items() for word in (f"--{key}={value}",)]
     ready = preparing.prepare(catalog.find(pipeline), words)
-    begun, plan = job_commands.begun(ready, ["torchx", "run", "arriero.run", pipeline, *words])
+    begun, plan = job_commands.begun(ready, ["arriero", "run", pipeline, *words])  # as which it can go on
     print(f"arriero: run directory {begun.run.path}", file=sys.stderr)
     return cluster_app(plan)

@@ -2,21 +2,24 @@
 
     apt-get install --no-install-recommends slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins
 
-No systemd, no cgroups, no accounting. Each node has four CPUs and two GPUs, which are empty files.
+No systemd, no cgroups, no accounting. Each node has eight CPUs and two GPUs, which are empty files. Jobs of
+the partition `urgent` preempt those of `main`.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
-NODES, CPUS, MEMORY_MB, GPUS = 4, 4, 4000, 2
+NODES, CPUS, MEMORY_MB, GPUS = 4, 8, 8000, 2
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 _CONTROL_PORT, _NODE_PORTS = 16817, f"17001-{17000 + NODES}"
 
@@ -39,6 +42,7 @@ def slurm(folder: Path) -> Generator[dict[str, str]]:
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
     environment["PATH"] += ":/usr/sbin"
     _write_configuration(folder)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # or the daemons would outlive a time limit
     with _named_nodes(), _munge():
         try:
             subprocess.run(["slurmctld", "-c"], env=environment, check=True)
@@ -52,6 +56,11 @@ def slurm(folder: Path) -> Generator[dict[str, str]]:
             for file in (*folder.glob("slurmd-*.pid"), *folder.glob("slurmctld.pid")):
                 with suppress(ProcessLookupError, FileNotFoundError, ValueError):
                     os.kill(int(file.read_text()), 15)
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _write_configuration(folder: Path) -> None:
@@ -90,7 +99,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldPort={_CONTROL_PORT}
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd-%n.log
-KillWait=8
+KillWait=30
 AuthInfo=cred_expire=10
 MinJobAge=300
 InactiveLimit=0
@@ -99,7 +108,10 @@ SlurmdTimeout=60
 GresTypes=gpu
 NodeName=n[1-{NODES}] NodeHostname={host} NodeAddr=127.0.1.[1-{NODES}] Port=[{_NODE_PORTS}] \
 CPUs={CPUS} RealMemory={MEMORY_MB} Gres=gpu:{GPUS} State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import string
 import subprocess
 import sys
 import time
@@ -14,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arriero.launchers.demo import write_data
-from arriero.launchers.demo_model import write_tiny_llama
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.run import RunSummary
+from tests.cluster.real_run import real_options, real_words
 from tests.slurm.cluster import missing, slurm
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +25,7 @@ LONG = ("--steps", "100000")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(missing()), reason=missing()),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(400),
 ]
 
 PROFILE = """\
@@ -36,7 +34,7 @@ requeues = 1
 hub = { cpus = 1, memory_mb = 500 }
 [profile.slurm.roles]
 generator = { apart = true, gpus = 1 }
-trainer = { apart = true }
+trainer = { apart = true, resource = "cpu.nano" }
 [profile.slurm.slurm]
 time = "10"
 
@@ -48,10 +46,16 @@ hub = { cpus = 1, memory_mb = 500 }
 time = "10"
 
 [profile.packed]
+requeues = 1
 hub = { cpus = 1, memory_mb = 500 }
 [profile.packed.slurm]
 mode = "packed"
 nodes = 2
+
+[profile.small]
+hub = { cpus = 1, memory_mb = 500 }
+[profile.small.slurm]
+mode = "packed"
 
 [profile.nowhere]
 [profile.nowhere.slurm]
@@ -67,11 +71,14 @@ class Cluster:
         self.runs = 0
 
     def arriero(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "arriero", *words]
+        return self.run("-m", "arriero", *words)
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """A Python program."""
         environment = {**self.environment, "PYTHONPATH": str(ROOT)}
         return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120,
-            check=False,
+            [sys.executable, *words], cwd=self.folder, env=environment, capture_output=True, text=True,
+            timeout=120, check=False,
         )  # fmt: skip
 
     def submit(self, *words: str, pipeline: str = PIPELINE, profile: str = "slurm") -> Run:
@@ -105,14 +112,22 @@ class Run:
     def job(self) -> dict[str, str]:
         return self.components()[0]
 
-    def over(self, timeout_s: float = 60.0) -> dict[str, str]:
-        """The job, when it has ended."""
+    def over(self, timeout_s: float = 180.0) -> dict[str, str]:
+        """The job, when it has ended for good."""
         self.until(lambda: self.job()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), timeout_s)
         return self.job()
 
     def steps(self) -> int:
         metrics = self.path / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def step_numbers(self) -> list[int]:
+        return [json.loads(line)["step"] for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+    def went_on(self) -> int:
+        """The version of the trainer that the run went on from; 0 if it began anew."""
+        found = re.search(r"the run goes on, trainer from version (\d+)", self.log("hub-0"))
+        return int(found[1]) if found else 0
 
     def processes(self, *words: str) -> list[psutil.Process]:
         found: list[psutil.Process] = []
@@ -125,7 +140,7 @@ class Run:
                 found.append(process)
         return found
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             logs = {p.name: p.read_text()[-2000:] for p in (self.path / "logs").glob("*.log")}
@@ -148,7 +163,10 @@ def test_a_run_succeeds_on_several_nodes_and_is_known_from_elsewhere(cluster: Cl
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), run.log("hub-0")
     assert run.summary.state == "finished"
     assert run.summary.steps == 3
-    assert {component["NodeList"] for component in run.components()} == {"n1", "n2", "n3"}
+    together, generator, trainer = run.components()
+    assert {c["NodeList"] for c in (together, generator, trainer)} == {"n1", "n2", "n3"}
+    assert generator["TresPerTask"] == "gres:gpu:1"
+    assert trainer["MinMemoryCPU"] == "512M"  # of TorchX's named resource cpu.nano
     status = cluster.arriero("status", str(run.path), "--json")
     told = json.loads(status.stdout)
     assert (status.returncode, told["state"], told["steps"]) == (0, "finished", 3)
@@ -163,30 +181,28 @@ def test_a_run_succeeds_on_several_nodes_and_is_known_from_elsewhere(cluster: Cl
     assert code.exists()
 
 
-def test_an_error_of_a_generator_ends_the_job_with_its_code_and_traceback(cluster: Cluster) -> None:
-    run = cluster.submit("--fault", "raise", *LONG)
-    job = run.over()
+def test_the_first_error_ends_the_job_with_its_code(cluster: Cluster) -> None:
+    fault = cluster.submit("--fault", "raise", *LONG)
+    mistake = cluster.submit("--fault", "user", *LONG, profile="small")
+    job = fault.over()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "1:0")
-    assert "ZeroDivisionError: the toy breaks as it was told to" in run.log("hub-0")
-    status = cluster.arriero("status", str(run.path))
+    assert "ZeroDivisionError: the toy breaks as it was told to" in fault.log("hub-0")
+    status = cluster.arriero("status", str(fault.path))
     assert status.returncode == 1
     assert "ZeroDivisionError" in status.stdout
-
-
-def test_a_mistake_of_the_user_ends_the_job_with_code_2(cluster: Cluster) -> None:
-    run = cluster.submit("--fault", "user", *LONG)
-    assert run.over()["ExitCode"] == "2:0"
-    assert "arriero: error: the toy has no model; pass --model PATH" in run.log("hub-0")
+    assert mistake.over()["ExitCode"] == "2:0"
+    assert "arriero: error: the toy has no model; pass --model PATH" in mistake.log("hub-0")
 
 
 def test_a_killed_generator_starts_again_and_the_others_go_on(cluster: Cluster) -> None:
     run = cluster.submit("--steps", "60")
     run.until(lambda: run.steps() >= 2)
-    trainer = {p.pid for p in run.processes("launchers.role", "--role trainer")}
+    (trainer,) = (p.pid for p in run.processes("launchers.role", "--role trainer"))
     next(iter(run.processes("launchers.role", "--role generator", "--replica 0"))).kill()
+    run.until(lambda: "generator-0 was killed" in run.log("hub-0"))
+    assert trainer in {p.pid for p in run.processes("launchers.role", "--role trainer")}
     assert run.over()["ExitCode"] == "0:0"
     assert run.summary.restarts == {"generator-0": 1}
-    assert len(trainer) == 1
 
 
 def test_a_cancelled_run_ends_in_order_and_does_not_come_back(cluster: Cluster) -> None:
@@ -197,74 +213,75 @@ def test_a_cancelled_run_ends_in_order_and_does_not_come_back(cluster: Cluster) 
     run.until((run.path / "summary.json").exists, 15)
     assert run.summary.state == "stopped"
     assert cluster.arriero("status", str(run.path)).returncode == 1
-    time.sleep(1.0)
     assert run.job()["Restarts"] == "0"
     run.until(lambda: not run.processes("arriero.launchers"), 15)
 
 
-def test_a_preempted_run_is_requeued_and_runs_to_its_end(cluster: Cluster) -> None:
-    run = cluster.submit("--steps", "40")
+def test_a_run_in_one_allocation_whose_hub_is_killed_is_requeued(cluster: Cluster) -> None:
+    run = cluster.submit("--steps", "40", "--ranks", "2", profile="packed")
     run.until(lambda: run.steps() >= 2)
-    # As Slurm does before it takes the nodes away: SIGTERM to all tasks, not to the script.
-    number = run.handle.removeprefix("slurm://")
-    subprocess.run(["scancel", "--signal=TERM", number], env=cluster.environment, check=True)
-    run.until(lambda: run.job()["Restarts"] == "1", 60)
-    assert run.over(90)["JobState"] == "COMPLETED"
-    assert "the job was started again" in run.log("hub-0")
-    assert run.summary.state == "finished"
-
-
-def test_a_run_whose_hub_is_killed_is_requeued(cluster: Cluster) -> None:
-    run = cluster.submit("--steps", "40")
-    run.until(lambda: run.steps() >= 2)
-    (hub,) = (p for p in run.processes("-m arriero.launchers.conduct"))
+    (hub,) = run.processes("-m arriero.launchers.conduct")
     hub.kill()
-    run.until(lambda: run.job()["Restarts"] == "1", 60)
-    assert run.over(90)["JobState"] == "COMPLETED"
-    assert run.summary.state == "finished"
+    run.until(lambda: run.job()["Restarts"] == "1")
+    job = run.over()
+    assert (job["JobState"], job["NumNodes"]) == ("COMPLETED", "2"), run.log("hub-0")
+    assert "HetJobId" not in job
+    assert "the job was started again; the run goes on" in run.log("hub-0")
+    assert run.step_numbers() == list(range(1, 41))
 
 
-def real_words(folder: Path, *words: str) -> list[str]:
-    """A model, data and options with which GRPO trains for real."""
-    data = folder / "data"
-    if not data.exists():
-        write_data(data)
-        write_tiny_llama(data / "model", characters=string.ascii_lowercase + "=")
-    return [
-        "--model", str(data / "model"), "--data", str(data / "train.jsonl"), "--sampling.max-new-tokens", "6",
-        "--groups-per-step", "8", "--samples", "4", "--weights.transport", "gloo", *words,
-    ]  # fmt: skip
-
-
-def test_a_trainer_on_two_nodes_sends_its_weights_to_a_generator_on_a_third(cluster: Cluster) -> None:
-    words = real_words(cluster.folder, "--steps", "3", "--ranks", "2")
-    run = cluster.submit(*words, pipeline="grpo", profile="real")
-    assert run.over(120)["JobState"] == "COMPLETED", run.log("hub-0") + run.log("trainer-0.0")
-    assert run.summary.steps == 3
+def test_a_trainer_on_two_nodes_that_is_told_to_stop_is_requeued_and_goes_on(cluster: Cluster) -> None:
+    run = cluster.submit(*real_words(cluster.folder, steps=12, ranks=2), pipeline="grpo", profile="real")
+    run.until(lambda: run.steps() >= 2)
+    number = run.handle.removeprefix("slurm://")
+    # As Slurm does before the time limit: SIGTERM to all tasks, not to the script.
+    subprocess.run(["scancel", "--signal=TERM", number], env=cluster.environment, check=True)
+    run.until(lambda: run.job()["Restarts"] == "1")
+    assert run.over()["JobState"] == "COMPLETED", run.log("hub-0") + run.log("trainer-0.0")
+    assert run.went_on() > 0
+    assert run.step_numbers() == list(range(1, 13))
     assert run.summary.staleness_max <= 1
     assert {p.name for p in (run.path / "logs").glob("trainer*")} == {"trainer-0.0.log", "trainer-0.1.log"}
     assert {component["NumNodes"] for component in run.components()} == {"1", "2"}
     assert [c["TresPerTask"] for c in run.components() if "TresPerTask" in c] == ["gres:gpu:1"] * 2
 
 
-def test_a_preempted_run_with_a_real_trainer_goes_on_from_its_version(cluster: Cluster) -> None:
-    run = cluster.submit(*real_words(cluster.folder, "--steps", "12"), pipeline="grpo", profile="real")
-    run.until(lambda: run.steps() >= 3)
-    number = run.handle.removeprefix("slurm://")
-    subprocess.run(["scancel", "--signal=TERM", number], env=cluster.environment, check=True)
-    run.until(lambda: run.job()["Restarts"] == "1", 60)
-    assert run.over(240)["JobState"] == "COMPLETED", run.log("hub-0")
-    assert re.search(r"the run goes on, trainer from version (\d+)", run.log("hub-0"))
+def test_a_run_that_another_job_preempts_goes_on_from_its_version(cluster: Cluster) -> None:
+    run = cluster.submit(*real_words(cluster.folder, steps=12), pipeline="grpo", profile="packed")
+    run.until(lambda: run.steps() >= 2)
+    urgent = ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1"]
+    subprocess.run(urgent, cwd=cluster.folder, env=cluster.environment, capture_output=True, check=True)
+    run.until(lambda: run.job()["Restarts"] == "1")
+    assert run.over()["JobState"] == "COMPLETED", run.log("hub-0")
+    assert run.went_on() > 0
     assert not (run.path / "attempts").exists()
-    steps = [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 13))
+    assert run.step_numbers() == list(range(1, 13))
 
 
-def test_all_roles_fit_into_one_allocation(cluster: Cluster) -> None:
-    run = cluster.submit("--ranks", "2", profile="packed")
-    job = run.over()
-    assert (job["JobState"], job["NumNodes"]) == ("COMPLETED", "2"), run.log("hub-0")
-    assert "HetJobId" not in job
+def test_torchx_submits_the_same_job_and_a_cancelled_run_goes_on_with_resume(cluster: Cluster) -> None:
+    path = cluster.folder / "by-torchx"
+    keys = real_options(cluster.folder, steps=30, run_dir=path)
+    words = [
+        "--pipeline",
+        "aipo",
+        "--profile",
+        "small",
+        "--set",
+        ",".join(f"{k}={v}" for k, v in keys.items()),
+    ]
+    done = cluster.run("-m", "torchx.cli.main", "run", "-s", "slurm", "arriero.run", *words)
+    assert done.returncode == 0, done.stderr
+    run = Run(cluster, path, "slurm://" + done.stdout.strip().rpartition("/")[2])
+    run.until(lambda: run.steps() >= 2)
+    assert cluster.arriero("cancel", str(path)).returncode == 0
+    assert run.over()["JobState"] == "CANCELLED"
+    run.until((path / "summary.json").exists, 15)
+    again = cluster.arriero("run", "--resume", str(path))
+    assert again.returncode == 0, again.stderr
+    run = Run(cluster, path, again.stdout.strip())
+    assert run.over()["JobState"] == "COMPLETED", run.log("hub-0")
+    assert run.went_on() > 0
+    assert run.step_numbers() == list(range(1, 31))
 
 
 def test_what_sbatch_refuses_is_one_line_with_the_remedy(cluster: Cluster) -> None:
