@@ -55,7 +55,10 @@ class Prompts:
 
     async def evaluation(self) -> Evaluation | None:
         prompts = [Prompt(id=f"held{k}", text="?", row=k) for k in range(self.held_out)]
-        return Evaluation(prompts=prompts, every=self.every) if prompts else None
+        return Evaluation(prompts=prompts) if prompts else None
+
+    def evaluates_every(self) -> int:
+        return self.every
 
     async def run(self) -> AsyncIterator[Prompt]:
         for k in range(self.count):
@@ -88,7 +91,8 @@ class Shaky:
             if self.drop_every and prompt.row % self.drop_every == 2 and prompt.split == "train":
                 yield Dropped(parent=prompt.id, reason="too_long", detail="as told")
             else:
-                yield RolloutGroup(prompt=prompt, rollouts=(rollout(version), rollout(version)))
+                by = prompt.min_version if prompt.split == "eval" else version
+                yield RolloutGroup(prompt=prompt, rollouts=(rollout(by), rollout(by)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,11 +56,9 @@ def sent(origin: int, version: int, source: str = "a") -> Admitted:
     )  # fmt: skip
 
 
-def back(
-    origin: int, version: int, *outcomes: Outcome, source: str = "a", length: int = 3, newest: int = 0
-) -> Evaluated:
+def back(origin: int, version: int, *outcomes: Outcome, source: str = "a", length: int = 3) -> Evaluated:
     return Evaluated(
-        id=f"p{origin}@{version}", origin=origin, version=version, newest_version=newest, outcomes=outcomes,
+        id=f"p{origin}@{version}", origin=origin, version=version, outcomes=outcomes,
         source=source, values=tuple(float(o is OK) for o in outcomes), truncated=1,
         lengths=(length,) * len(outcomes),
     )  # fmt: skip
@@ -78,6 +76,8 @@ def test_a_report_counts_what_came_back_and_what_didnt() -> None:
     assert (report.prompts, report.samples, report.missing) == (2, 4, 1)
     assert (report.no_verdict, report.truncated) == (1, 2)
     assert {k: e.value for k, e in report.pass_at.items()} == {1: 0.25, 2: 0.5}
+    assert report.avg is not None
+    assert report.length is not None
     assert (report.avg.value, report.length.value) == (0.25, 3.0)
     newest = found.newest()
     assert (newest["version"], newest["pass@1"], newest["prompts"]) == (2, 0.25, 2)
@@ -93,15 +93,34 @@ def test_what_is_missing_is_told_of_its_own_data_set() -> None:
     assert {r.source: r.missing for r in found.report(0)} == {"": 1, "a": 0, "b": 1}
 
 
-def test_versions_that_came_under_way_are_named() -> None:
+def test_a_data_set_of_which_nothing_came_back_has_a_line_and_no_mean() -> None:
     found = Evaluations()
-    for origin in (-1, -2):
-        found.event(sent(origin, 20))
-    found.event(back(-1, 20, OK, newest=20))
-    assert evaluation_table(found.report(20)).splitlines()[1].startswith("20 ")
-    found.event(back(-2, 20, OK, newest=22))
-    assert [r.newest_version for r in found.report(20)] == [22]
-    assert evaluation_table(found.report(20)).splitlines()[1].startswith("20-22 ")
+    for origin, source in ((-1, "a"), (-2, "b"), (-3, "b")):
+        found.event(sent(origin, 20, source))
+    found.event(back(-1, 20, OK, source="a"))
+    found.event(DroppedEvent(node="generator", parent="p", origins=(-2, -3), reason="too_long"))
+    whole, a, b = found.report(20)
+    assert (whole.prompts, whole.missing, a.missing) == (1, 2, 0)
+    assert (b.source, b.prompts, b.missing, b.pass_at, b.avg, b.length) == ("b", 0, 2, {}, None, None)
+    lines = evaluation_table(found.report(20)).splitlines()
+    assert lines[3].split() == ["20", "b", "0", "0", "-", "-", "-", "-", "2"]
+
+
+def test_a_version_of_which_nothing_came_back_is_reported_all_the_same() -> None:
+    found = Evaluations()
+    found.event(sent(-1, 3))
+    found.event(DroppedEvent(node="generator", parent="p", origins=(-1,), reason="too_long"))
+    assert found.versions == [3]
+    assert [(r.source, r.prompts, r.missing) for r in found.report(3)] == [("", 0, 1)]
+    assert found.newest() == {}
+
+
+def test_lengths_that_nobody_told_are_no_lengths() -> None:
+    found = Evaluations()
+    found.event(sent(-1, 0))
+    found.event(back(-1, 0, OK).model_copy(update={"lengths": ()}))
+    (report,) = found.report(0)
+    assert report.length is None
 
 
 def test_several_data_sets_are_reported_apart_too() -> None:
@@ -245,6 +264,6 @@ def test_vllm_gives_the_same_greedy_evaluation(split: int, tmp_path: Path) -> No
         events = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
         found.append({e["id"]: (e["values"], e["lengths"]) for e in events if e["kind"] == "evaluated"})
         report = json.loads((run / "evaluation.json").read_text())["reports"][0]
-        assert (report["prompts"], report["no_verdict"], report["newest_version"]) == (6, 0, 0)
+        assert (report["prompts"], report["no_verdict"]) == (6, 0)
     assert len(found[0]) == 6
     assert found[0] == found[1]

@@ -100,7 +100,6 @@ async def test_evaluation_may_come_from_its_own_file(tmp_path: Path) -> None:
     evaluation = await PromptSource(path=train, eval_path=test, eval_limit=2, eval_every=10).evaluation()
     assert evaluation is not None
     assert [(p.id, p.text) for p in evaluation.prompts] == [("eval-r0", "p0"), ("eval-r1", "p1")]
-    assert evaluation.every == 10
     assert await PromptSource(path=train).evaluation() is None
 
 

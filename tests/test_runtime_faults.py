@@ -404,6 +404,7 @@ async def _loop(keep: int) -> tuple[MemoryBroker, LoopSource]:
     clock = NodeClock("generator", bound_s=5)
     source = LoopSource(broker, "loop-weights", Weights, name="loop weights", clock=clock, keep=keep)
     source.start()
+    await asyncio.sleep(0)
     return broker, source
 
 
@@ -454,6 +455,43 @@ async def test_a_deterministic_generator_gets_exactly_the_version_it_asks_for_or
     await _announce(broker, 4, 5)
     assert (await waiting).version == 4
     await source.stop()
+
+
+async def test_a_replica_that_comes_later_finds_the_versions_from_before() -> None:
+    broker, first = await _loop(keep=2)
+    await _announce(broker, 0, 1, 2, 3)
+    await first.stop()
+    late = LoopSource(
+        broker, "loop-weights", Weights, name="loop weights", clock=NodeClock("g", bound_s=5), keep=2
+    )
+    late.start()
+    assert (await late.next()).version == 3
+    assert (await late.at(1)).version == 1
+    await _announce(broker, 4)
+    assert (await late.next()).version == 4  # an older one in between has taken nothing away
+    await late.stop()
+
+
+async def test_versions_to_be_kept_stay_until_the_second_one_after_them() -> None:
+    broker, source = await _loop(keep=1)
+    every = LoopSource(
+        broker,
+        "loop-weights",
+        Weights,
+        name="loop weights",
+        clock=NodeClock("g", bound_s=5),
+        keep=1,
+        keep_every=3,
+    )
+    every.start()
+    await asyncio.sleep(0)
+    await _announce(broker, *range(8))
+    assert [(await every.at(v)).version for v in (3, 6, 7)] == [3, 6, 7]
+    for gone in (0, 4, 5):
+        with pytest.raises(LookupError, match=f"version {gone} of loop weights is no longer kept"):
+            await every.at(gone)
+    await source.stop()
+    await every.stop()
 
 
 async def test_a_node_that_failed_and_was_started_again_has_ended_only_when_it_ends_well() -> None:

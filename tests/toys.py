@@ -49,7 +49,10 @@ class ToyPrompts:
 
     async def evaluation(self) -> Evaluation | None:
         prompts = [Prompt(id=f"held-{k}", text=f"held out {k}", row=k) for k in range(self.held_out)]
-        return Evaluation(prompts=prompts, every=self.every) if prompts else None
+        return Evaluation(prompts=prompts) if prompts else None
+
+    def evaluates_every(self) -> int:
+        return self.every
 
     async def run(self) -> AsyncIterator[Prompt]:
         for k in range(self.count):
@@ -77,9 +80,9 @@ class ToyGenerator:
                 _commit(self.fault)
             taken += 1
             await asyncio.sleep(self.seconds)
+            by = prompt.min_version if prompt.split == "eval" else newest.version
             yield RolloutGroup(
-                prompt=prompt,
-                rollouts=tuple(rollout(newest.version, self.text_bytes) for _ in range(self.size)),
+                prompt=prompt, rollouts=tuple(rollout(by, self.text_bytes) for _ in range(self.size))
             )
 
 

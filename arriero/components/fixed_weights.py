@@ -34,6 +34,9 @@ class HeldOutSource(ScreenedSource):
         held_out = [p.held_out() if p.config.holds_out else p.all_held_out() for p in parts]
         return Evaluation(prompts=await self._usable(held_out))
 
+    def evaluates_every(self) -> int:
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class FixedWeights:

@@ -3,13 +3,17 @@
 It never waits for the trainer: between two decoding steps it takes the newest weights, admits new prompts
 into free slots, and gives the groups that are complete. In deterministic mode it decodes one group at a time
 with exactly the version the group was admitted for, so that nothing depends on timing or on neighbours.
+
+Held-out prompts are sampled by exactly the version that they were sent for. Those of an evaluation during
+training go to an engine beside (`EvaluationLane`) where there can be one: with `engine=transformers` on
+devices of its own. Else, and before and after training, this one keeps its weights until they are done.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import closing
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
@@ -17,6 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.chat import MODEL, ChatFormat
 from arriero.components.compute import ComputeThread
+from arriero.components.evaluation_lane import EvaluationLane
 from arriero.components.model_directory import check_model_directory, context_length
 from arriero.components.placement import DevicePlacement, Devices
 from arriero.components.prompt_queue import PromptQueue
@@ -47,9 +52,10 @@ class Generator:
 
     `engine` decodes; `vllm` is for the engine of that name only. `kv_cache`: whether running requests keep
     the keys and values of older weights or compute them again when new ones come. `precision`: of the
-    engine's weights; the trainer's are cast to it as they arrive. `standby`: new weights arrive beside those
-    in use while decoding goes on, which takes their memory once more. `greedy_baseline`: a prompt that is
-    trained on gets one greedy rollout more, for `GroupAdvantage(baseline="greedy")`.
+    engine's weights; the trainer's are cast to it as they arrive. `standby`: new weights are made ready
+    beside those in use while decoding goes on, and then change places with them, which takes their memory
+    once more. `greedy_baseline`: a prompt that is trained on gets one greedy rollout more, for
+    `GroupAdvantage(baseline="greedy")`.
     """
 
     model: str
@@ -74,6 +80,11 @@ class Generator:
         """Rollouts of a prompt that is trained on, the greedy one included."""
         return self.samples + self.greedy_baseline
 
+    @property
+    def receives_beside(self) -> bool:
+        """Whether versions arrive while it decodes: with vLLM always, into host memory."""
+        return self.standby or (self.engine == "vllm" and self.placement.devices == "apart")
+
     def want(self) -> int:
         return max(1, self.slots // self.group_size)
 
@@ -94,9 +105,9 @@ class Generator:
         if talks and not self.chat.template:
             yield f"{talks[0].path}: its prompts are chat messages; set chat.template, to `{MODEL}` say"
         if self.engine == "vllm":
-            yield from self.vllm.problems(self.sampling, self.precision)
-            if self.standby:
-                yield "engine=vllm doesn't read standby; leave it out"
+            yield from self.vllm.problems(
+                self.sampling, self.precision, model=self.model, standby=self.standby
+            )
             if self.greedy_baseline and self.sampling.temperature != 1.0:
                 yield (
                     f"greedy_baseline with sampling.temperature={self.sampling.temperature}: vLLM gives "
@@ -133,11 +144,15 @@ class Generator:
             work = await compute(self._load, context)
             compute.asleep = work.sleep
             await compute.rest()  # the first version has to be made
-            intake = WeightIntake(weights, work, compute, standby=self.standby)
+            intake = WeightIntake(weights, work, compute, beside=self.receives_beside)
+            lane = self._lane(weights, context, compute)
             try:
                 await intake.reach(0)
-                decode = self._one_by_one if context.deterministic else self._continuously
-                async for out in decode(queue, intake, backlog, work, compute):
+                if context.deterministic:
+                    decode = self._one_by_one(queue, intake, work, compute)
+                else:
+                    decode = self._continuously(queue, intake, backlog, work, compute, lane)
+                async for out in decode:
                     if not isinstance(out, Continuation):
                         yield out
                     elif not await backlog.put(out) and (refused := work.add(out)) is not None:
@@ -145,12 +160,30 @@ class Generator:
             finally:
                 await intake.close()
                 await compute.aside(work.close)
+                if lane is not None:
+                    await lane.close()
 
     def _load(self, context: Context) -> GroupDecoding:
         # In the thread too: importing torch takes seconds in which the event loop couldn't answer anybody.
         from arriero.components.group_decoding import GroupDecoding
 
         return GroupDecoding(self, context)
+
+    def evaluates_beside(self, context: Context) -> bool:
+        """Whether evaluations during training get an engine of their own in this process.
+
+        vLLM has no room for a second one on its devices; a deterministic run decodes in turn anyway.
+        """
+        own = self.engine == "transformers" and self.placement.devices == "apart"
+        return bool(context.evaluates_every) and own and not context.deterministic
+
+    def _lane(
+        self, weights: Stream[Weights], context: Context, compute: Devices
+    ) -> EvaluationLane[RolloutGroup | Continuation] | None:
+        if not self.evaluates_beside(context):
+            return None
+        beside = replace(self, standby=False, stragglers=Stragglers())
+        return EvaluationLane(weights, compute, lambda: beside._load(context))
 
     async def _continuously(
         self,
@@ -159,28 +192,49 @@ class Generator:
         backlog: Backlog,
         work: GroupDecoding,
         compute: Devices,
+        lane: EvaluationLane[RolloutGroup | Continuation] | None,
     ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
         while True:
-            await intake.follow()
-            while (record := queue.next(work.room)) is not None:
-                if queue.to_tail(record) and await backlog.put(Continuation(prompt=prompt_of(record))):
-                    continue
-                await intake.reach(prompt_of(record).min_version)
-                if (refused := work.add(record)) is not None:
-                    yield refused
-            if work.idle:
+            if not work.evaluating:
+                await intake.follow()
+            async for refused in self._begin(queue, intake, backlog, work, lane):
+                yield refused
+            if lane is not None and lane.busy:
+                for out in await lane.step():
+                    yield out
+            elif work.idle:
                 await compute.rest()
                 if not await queue.wait():
                     return
+            if not work.idle:
+                for out in await compute(work.step):
+                    yield out
+
+    async def _begin(
+        self,
+        queue: PromptQueue,
+        intake: WeightIntake,
+        backlog: Backlog,
+        work: GroupDecoding,
+        lane: EvaluationLane[RolloutGroup | Continuation] | None,
+    ) -> AsyncIterator[Dropped]:
+        """Begin what there is room for, and suits what is under way; what of it goes no further."""
+        while (record := queue.next(work.room)) is not None:
+            prompt = prompt_of(record)
+            if lane is not None and lane.takes(prompt):
                 continue
-            for out in await compute(work.step):
-                yield out
+            if not work.suits(prompt):
+                queue.give_back(record)
+                return
+            if queue.to_tail(record) and await backlog.put(Continuation(prompt=prompt)):
+                continue
+            if (refused := await intake.ready_for(prompt) or work.add(record)) is not None:
+                yield refused
 
     async def _one_by_one(
         self,
         queue: PromptQueue,
         intake: WeightIntake,
-        backlog: Backlog,
         work: GroupDecoding,
         compute: Devices,
     ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:

@@ -90,10 +90,12 @@ class GroupDecoding:
         self._engine = open_engine(config, context, self.tokenizer)
         self._open: dict[str, _Group] = {}
         self._barren = 0
+        self._torn = False  # a version broke off as it arrived: what is in the engine is none
 
     @property
     def version(self) -> int:
-        return self._engine.version
+        """That is in use; -1 for none."""
+        return -1 if self._torn else self._engine.version
 
     @property
     def room(self) -> int:
@@ -101,8 +103,24 @@ class GroupDecoding:
         return self._engine.room()
 
     @property
+    def has_room(self) -> bool:
+        """Whether a held-out prompt may begin now."""
+        return self.room >= self._config.samples
+
+    @property
     def idle(self) -> bool:
         return not self._open
+
+    def suits(self, prompt: Prompt) -> bool:
+        """Whether `prompt` may begin with what is under way: an evaluation is of one version alone."""
+        if prompt.split == "eval":
+            return self.idle or self.version == prompt.min_version
+        return self.version >= prompt.min_version or not self.evaluating
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether held-out prompts are under way: then the weights have to stay."""
+        return any(group.prompt.split == "eval" for group in self._open.values())
 
     def prepare(self, weights: Weights) -> None:
         """Receive a version beside the one in use; may run in another thread."""
@@ -111,7 +129,9 @@ class GroupDecoding:
     def load(self, weights: Weights) -> None:
         """Take a version; running requests go on with it."""
         if weights.version != self.version:
+            self._torn = True
             self._engine.take(published(weights))
+            self._torn = False
 
     def sleep(self) -> None:
         """Give the device's memory to somebody else, with nothing under way; the next call takes it again."""
@@ -153,10 +173,9 @@ class GroupDecoding:
     def _request(self, group: _Group, sample: int) -> Request:
         prompt, before = group.prompt, begun(group.came, sample).tokens
         limit = self._config.sampling.max_new_tokens - before.size
-        # A deterministic run evaluates with exactly the version that a prompt was sent for, while training
-        # goes on; on its way to another replica it might come too late for that.
-        whole = self._context.deterministic and prompt.split == "eval"
-        if (segment := self._config.stragglers.segment_tokens) and not whole:
+        # A held-out prompt is sampled by exactly the version that it was sent for; on its way to another
+        # replica it might come too late for that.
+        if (segment := self._config.stragglers.segment_tokens) and prompt.split == "train":
             limit = min(limit, segment)
         return Request(
             key=f"{prompt.id}/{sample}",
@@ -197,7 +216,8 @@ class GroupDecoding:
 
     def _too_late(self, group: _Group) -> Dropped | Continuation:
         policy, timeouts = self._config.stragglers, group.came.timeouts
-        if policy.on_timeout == "resubmit" and timeouts < policy.resubmissions:
+        moves = group.prompt.split == "train"
+        if moves and policy.on_timeout == "resubmit" and timeouts < policy.resubmissions:
             self._context.count("resubmitted_groups", 1)
             return group.put_back(self._size(group.prompt), timeouts=timeouts + 1, spent_s=0.0)
         done = sum(response.finish is not None for response in group.back.values())

@@ -42,6 +42,10 @@ class PromptQueue:
         self._taken.remove(first)
         return first
 
+    def give_back(self, record: Prompt | Continuation) -> None:
+        """Let `record`, which can't begin yet, come first again."""
+        self._taken.appendleft(record)
+
     async def wait(self) -> bool:
         """Until something is at hand; False when nothing can come any more."""
         if not self._taken and self._policy.active:
@@ -52,7 +56,7 @@ class PromptQueue:
 
     def to_tail(self, record: Prompt | Continuation) -> bool:
         """Whether a prompt is better begun by a tail replica."""
-        if self._in_tail or isinstance(record, Continuation):
+        if self._in_tail or isinstance(record, Continuation) or record.split == "eval":
             return False
         return self._policy.expected_in_tail(self._expected(record))
 

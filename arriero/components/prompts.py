@@ -101,9 +101,10 @@ class PromptSource(PromptData):
         """
         if not any(d.holds_out for d in self.sets):
             return None
-        return Evaluation(
-            prompts=await self._usable([part.held_out() for part in self._opened()]), every=self.eval_every
-        )
+        return Evaluation(prompts=await self._usable([part.held_out() for part in self._opened()]))
+
+    def evaluates_every(self) -> int:
+        return self.eval_every
 
     async def _usable(self, parts: Sequence[Sequence[Prompt]]) -> list[Prompt]:
         """Those of the prompts of each data set that can be scored. Raises UserError if none can."""

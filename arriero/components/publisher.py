@@ -96,6 +96,7 @@ class Publisher:
             receivers=engine_layouts(self._state.model.config, tensors, context.parts),
             transport=plane.transport,
             slots=context.staleness + 2,
+            keep_every=context.evaluates_every,
             lease_timeout_s=plane.lease_timeout_s,
             secret=context.secret,
             host=plane.host or os.environ.get("ARRIERO_HOST") or "127.0.0.1",

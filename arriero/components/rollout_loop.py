@@ -1,7 +1,8 @@
 """How a component without a backlog goes through its prompts: continuously, or in deterministic runs in turn.
 
 Both only decide when; what a prompt becomes is the `Decoding`'s. Nothing here waits for the trainer unless a
-prompt was admitted for a version that isn't there yet.
+prompt was admitted for a version that isn't there yet. Held-out prompts are sampled by exactly the version
+that they were sent for: in a lane of their own, or with weights that stay until they are done.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, TypeVar
 
 from arriero.components.compute import ComputeThread
+from arriero.components.evaluation_lane import EvaluationLane
 from arriero.components.weight_intake import WeightIntake
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Dropped, Prompt
@@ -27,28 +29,45 @@ class Decoding(Protocol[R_co]):
     @property
     def idle(self) -> bool: ...
 
-    def add(self, prompt: Prompt) -> None: ...
+    @property
+    def evaluating(self) -> bool: ...
+
+    def suits(self, prompt: Prompt) -> bool: ...
+
+    def add(self, prompt: Prompt, /) -> Dropped | None: ...
 
     def step(self) -> Sequence[R_co | Dropped]: ...
 
 
 async def continuously(
-    prompts: Stream[Prompt], intake: WeightIntake, work: Decoding[R], compute: ComputeThread
+    prompts: Stream[Prompt],
+    intake: WeightIntake,
+    work: Decoding[R],
+    compute: ComputeThread,
+    lane: EvaluationLane[R] | None = None,
 ) -> AsyncIterator[R | Dropped]:
     """Take the newest weights between two steps, and prompts whenever there is room."""
     waiting: Prompt | None = None
     while True:
-        await intake.follow()
+        if not work.evaluating:
+            await intake.follow()
         while work.has_room and (prompt := waiting or prompts.poll()) is not None:
             waiting = None
-            await intake.reach(prompt.min_version)
-            work.add(prompt)
-        if work.idle:
-            if (waiting := await prompts.next()) is None:
-                return
-            continue
-        for record in await compute(work.step):
-            yield record
+            if lane is not None and lane.takes(prompt):
+                continue
+            if not work.suits(prompt):
+                waiting = prompt
+                break
+            if (refused := await intake.ready_for(prompt) or work.add(prompt)) is not None:
+                yield refused
+        if lane is not None and lane.busy:
+            for record in await lane.step():
+                yield record
+        elif work.idle and (waiting := waiting or await prompts.next()) is None:
+            return
+        if not work.idle:
+            for record in await compute(work.step):
+                yield record
 
 
 async def one_by_one(

@@ -8,7 +8,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from arriero.components.compute import ComputeThread
 from arriero.engine.stream import Stream
-from arriero.schemas.messages import Weights
+from arriero.schemas.messages import Dropped, Prompt, Weights
 
 _LEAVE_S = 5.0
 P = ParamSpec("P")
@@ -35,17 +35,18 @@ class Computes(Protocol):
 class WeightIntake:
     """The versions of a loop on their way into an engine; used by one coroutine.
 
-    With `standby` a version is received in a thread of its own while the engine decodes, and what is left
-    between two steps is the switch. Else it is received between two steps. A version that is overwritten
-    before it could be read is passed over.
+    With `beside` a version is received in a thread of its own while the engine decodes, and what is left
+    between two steps is to put it in use. Else it is received between two steps. A version that is
+    overwritten before it could be read is passed over.
     """
 
     def __init__(
-        self, weights: Stream[Weights], work: TakesWeights, compute: Computes, *, standby: bool
+        self, weights: Stream[Weights], work: TakesWeights, compute: Computes, *, beside: bool
     ) -> None:
         self._weights, self._work, self._compute = weights, work, compute
-        self._beside = ComputeThread("weights") if standby else None
+        self._beside = ComputeThread("weights") if beside else None
         self._arriving: asyncio.Task[Weights] | None = None
+        self._newest: Weights | None = None
 
     async def follow(self) -> None:
         """Between two steps: take the newest version, or what of it there is to do."""
@@ -71,6 +72,36 @@ class WeightIntake:
         if self._work.version != version:
             await self._compute(self._work.load, await self._weights.at(version))
 
+    async def ready_for(self, prompt: Prompt) -> Dropped | None:
+        """Have the weights in use that `prompt` is to begin with; why it can't, if they aren't to be had.
+
+        A held-out prompt begins with exactly its version, and only where nothing of another is under way.
+        """
+        if prompt.split == "train":
+            await self.reach(prompt.min_version)
+        elif why := await self.hold(prompt.min_version):
+            return Dropped(parent=prompt.id, reason="stale", detail=why)
+        return None
+
+    async def hold(self, version: int) -> str:
+        """Put exactly this version in use, with nothing under way; why it isn't to be had, else empty.
+
+        Then the newest one is in use.
+        """
+        from arriero.engine.weights import WeightError
+
+        if self._arriving is not None:
+            await self._switch(self._arriving)
+        try:
+            await self.use(version)
+        except LookupError as error:
+            return str(error)
+        except WeightError as error:  # overwritten, or its sender has begun a new life
+            if self._newest is not None:
+                await self._use(self._newest)
+            return f"version {version} can't be had any more: {error}"
+        return ""
+
     async def close(self) -> None:
         """Wait for what is under way, within a bound: it writes into memory of the engine."""
         if self._arriving is not None:
@@ -93,12 +124,13 @@ class WeightIntake:
             except StaleWeights:
                 weights = await self._next()
             else:
+                self._newest = weights
                 return
 
     async def _prepared(self, weights: Weights) -> Weights:
         from arriero.engine.weights import StaleWeights
 
-        assert self._beside is not None, "only with standby"
+        assert self._beside is not None, "only beside"
         while True:
             try:
                 await self._beside(self._work.prepare, weights)

@@ -34,10 +34,9 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Held-out prompts, sent at version 0, after every `every` versions (0: never) and at the last one."""
+    """Held-out prompts, sent at version 0, at the last one, and between if the source `EvaluatesDuring`."""
 
     prompts: Sequence[Prompt]
-    every: int = 0
 
 
 @runtime_checkable
@@ -52,6 +51,16 @@ class HasEvaluation(Protocol):
     """A source with held-out prompts, which the runtime sends before, during and after training."""
 
     async def evaluation(self) -> Evaluation | None: ...
+
+
+@runtime_checkable
+class EvaluatesDuring(Protocol):
+    """A source whose held-out prompts are sent during training too: after every so many versions; 0: not.
+
+    The weight plane keeps these versions for as long as their evaluation may take.
+    """
+
+    def evaluates_every(self) -> int: ...
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from arriero.engine.component import (
     Component,
     Each,
+    EvaluatesDuring,
     Evaluation,
     GraphView,
     HasEvaluation,
@@ -41,9 +42,9 @@ from arriero.schemas.graph import Capacity, GraphSpec, InputSpec, LoopSpec, Node
 from arriero.schemas.messages import Record
 
 __all__ = [
-    "Component", "Each", "Evaluation", "Graph", "GraphView", "HasEvaluation", "HasLimit", "HasProblems",
-    "HasRates", "HasRemarks", "HasWant", "Node", "PerRecord", "PutsBack", "Rates", "StoresParts", "each",
-    "ports",
+    "Component", "Each", "EvaluatesDuring", "Evaluation", "Graph", "GraphView", "HasEvaluation", "HasLimit",
+    "HasProblems", "HasRates", "HasRemarks", "HasWant", "Node", "PerRecord", "PutsBack", "Rates",
+    "StoresParts", "each", "ports",
 ]  # fmt: skip
 
 P = ParamSpec("P")

@@ -73,9 +73,7 @@ def conclude(run: RunDir, *, model: Path, version: int, as_json: bool) -> str:
     summary = run.read_summary()
     result = Evaluation(
         model=str(model), weights_sha256=weights_sha256(model), version=version, intervals=INTERVALS,
-        reports=tuple(
-            r.model_copy(update={"version": version, "newest_version": version}) for r in summary.evaluations
-        ),
+        reports=tuple(r.model_copy(update={"version": version}) for r in summary.evaluations),
     )  # fmt: skip
     write_json(run.path / "evaluation.json", result)
     if as_json:

@@ -77,43 +77,45 @@ class Evaluations:
 
     @property
     def versions(self) -> list[int]:
-        """Those of which something came back, ascending."""
-        return sorted(self._back)
+        """Those of which something came back or is known to be missing, ascending."""
+        return sorted({*self._back, *(version for version, _ in self._missing)})
 
     def newest(self) -> dict[str, float | int | None]:
         """For a line of metrics: the newest version of which something came back, as far as it has."""
         if not self._back:
             return {}
-        r = self.report(self.versions[-1])[0]
+        r = self.report(max(self._back))[0]
         return {
-            "version": r.version, "prompts": r.prompts, "pass@1": r.pass_at[1].value, "avg": r.avg.value,
-            "length": r.length.value,
+            "version": r.version, "prompts": r.prompts, "pass@1": r.pass_at[1].value,
+            "avg": r.avg.value if r.avg else None, "length": r.length.value if r.length else None,
         }  # fmt: skip
 
     def report(self, version: int) -> list[EvaluationReport]:
-        """All data sets together, then each one if there are several; empty if nothing came back."""
+        """All data sets together, then each one if there are several; empty if nothing was sent."""
         back = self._back.get(version, [])
         missing = {s: n for (v, s), n in self._missing.items() if v == version}
-        sources = sorted({e.source for e in back})
-        whole = [_report(back, version, "", sum(missing.values()))] if back else []
+        sources = sorted({e.source for e in back} | {*missing})
+        whole = [_report(back, version, "", sum(missing.values()))] if sources else []
         each = [_report([e for e in back if e.source == s], version, s, missing.get(s, 0)) for s in sources]
         return [*whole, *(each if len(each) > 1 else [])]
 
 
 def _report(back: Sequence[Evaluated], version: int, source: str, missing: int) -> EvaluationReport:
+    if not back:
+        return EvaluationReport(version=version, source=source, prompts=0, missing=missing, samples=0)
     right = [(len(e.outcomes), e.outcomes.count(Outcome.OK)) for e in back]
     samples, fewest = sum(n for n, _ in right), min(n for n, _ in right)
+    lengths = [fmean(e.lengths) for e in back if e.lengths]
     ks = [k for k in (*(2**i for i in range(20)), fewest) if k <= fewest]
     return EvaluationReport(
-        version=version, newest_version=max([version, *(e.newest_version for e in back)]),
-        source=source, prompts=len(back), missing=missing, samples=samples,
+        version=version, source=source, prompts=len(back), missing=missing, samples=samples,
         no_verdict=sum(o not in VERDICTS for e in back for o in e.outcomes),
         truncated=sum(e.truncated for e in back),
         pass_at={
             k: share_estimate([pass_at_k(n, c, k) for n, c in right], samples) for k in sorted({*ks})
         },
         avg=mean_estimate([fmean(e.values) for e in back]),
-        length=mean_estimate([fmean(e.lengths) if e.lengths else 0.0 for e in back]),
+        length=mean_estimate(lengths) if lengths else None,
     )  # fmt: skip
 
 
@@ -122,22 +124,20 @@ def evaluation_table(reports: Sequence[EvaluationReport]) -> str:
     heads = ("version", "data", "prompts", "rollouts", "pass@1", "pass@k", "reward", "tokens", "missing")
     rows: list[tuple[str, ...]] = [heads]
     for r in reports:
-        k = max(r.pass_at)
+        k = max(r.pass_at, default=0)
         most = f"{k}: {r.pass_at[k].value:.1%}" if k > 1 else "-"
         rows.append(
-            (_versions(r), r.source or "all", str(r.prompts), str(r.samples), shown(r.pass_at[1], "{:.1%}"),
-             most, shown(r.avg, "{:.3f}"), shown(r.length, "{:.0f}"), str(r.missing))
+            (str(r.version), r.source or "all", str(r.prompts), str(r.samples),
+             shown(r.pass_at.get(1), "{:.1%}"), most, shown(r.avg, "{:.3f}"), shown(r.length, "{:.0f}"),
+             str(r.missing))
         )  # fmt: skip
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _versions(report: EvaluationReport) -> str:
-    newest = report.newest_version
-    return f"{report.version}-{newest}" if newest > report.version else str(report.version)
-
-
-def shown(estimate: Estimate, form: str) -> str:
-    """`52.1% [49.0%, 55.2%]`."""
+def shown(estimate: Estimate | None, form: str) -> str:
+    """`52.1% [49.0%, 55.2%]`; `-` for none."""
+    if estimate is None:
+        return "-"
     return f"{form.format(estimate.value)} [{form.format(estimate.low)}, {form.format(estimate.high)}]"

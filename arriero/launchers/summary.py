@@ -115,7 +115,7 @@ class Account:
         rewards = [reward for _, reward in self._trained]
         edge = max(1, round(len(rewards) * _EDGE_SHARE))
         reports = [r for v in self.evaluations.versions for r in self.evaluations.report(v)]
-        whole = [r.pass_at[1].value for r in reports if not r.source]
+        whole = [r.pass_at[1].value if r.pass_at else None for r in reports if not r.source]
         firing_s = self.firing_s() if self._trained else {}
         predicted_s, bound = self._expected(firing_s)
         return RunSummary(

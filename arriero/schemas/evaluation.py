@@ -19,12 +19,11 @@ class EvaluationReport(Message):
     """`source` is a data set, or "" for all together. A rollout without a verdict counts as wrong.
 
     `pass_at[k]`: the chance that one of k rollouts is right. `avg`: mean reward of a rollout; `length`:
-    tokens sampled. `missing`: prompts that gave no scores (too long, say); they are in no mean.
-    `newest_version`: above `version` where weights changed while the prompts were under way.
+    tokens sampled. `missing`: prompts that gave no scores (too long, say); they are in no mean; if
+    there are no others, there is none. Every token was sampled by `version`.
     """
 
     version: NonNegativeInt
-    newest_version: NonNegativeInt = 0
     source: str = ""
     prompts: NonNegativeInt
     missing: NonNegativeInt = 0
@@ -32,8 +31,8 @@ class EvaluationReport(Message):
     no_verdict: NonNegativeInt = 0
     truncated: NonNegativeInt = 0
     pass_at: dict[int, Estimate] = Field(default_factory=dict[int, Estimate])
-    avg: Estimate
-    length: Estimate
+    avg: Estimate | None = None
+    length: Estimate | None = None
 
 
 class Evaluation(Message):

@@ -65,9 +65,8 @@ class Trained(Message):
 
 
 class Evaluated(Message):
-    """A held-out prompt came back: the scores of its samples. `version` is the one it was sent for.
+    """A held-out prompt came back: the scores of its samples. `version` sampled every token of them.
 
-    `newest_version`: the newest that sampled a token of them; a generator may take newer weights under way.
     `lengths`: tokens sampled, by sample; `truncated`: samples that ended at the limit; `source`: its data
     set.
     """
@@ -76,7 +75,6 @@ class Evaluated(Message):
     id: str
     origin: int
     version: NonNegativeInt
-    newest_version: NonNegativeInt = 0
     values: tuple[FiniteFloat, ...]
     outcomes: tuple[Outcome, ...]
     lengths: tuple[NonNegativeInt, ...] = ()

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _WAIT_S = 0.05  # for an environment, while nothing is decoded: then the event loop may bring weights
+_WAIT_BESIDE_S = 0.002  # the same, of an engine that shares its thread with another
 _BARREN = 64  # episodes in a row without a verdict that end the run
 _MOST_ABANDONED = 256
 
@@ -89,8 +90,9 @@ class _Open:
 class EpisodeDecoding:
     """As `GroupDecoding`, with environments. Not for several threads at once."""
 
-    def __init__(self, config: Episodes, context: Context) -> None:
+    def __init__(self, config: Episodes, context: Context, *, beside: bool = False) -> None:
         self._config, self._context = config, context
+        self._wait_s = _WAIT_BESIDE_S if beside else _WAIT_S
         self._toolbox = Toolbox(config.environment.tools(), chat=bool(config.generator.chat.template))
         sampling = config.generator.sampling
         stops = tuple(dict.fromkeys((*sampling.stop, *self._toolbox.stops)))
@@ -110,11 +112,13 @@ class EpisodeDecoding:
         self._open: dict[str, _Open] = {}  # those that aren't over, by key
         self._ready: list[Request] = []  # turns that wait for the other answers of a deterministic run
         self._barren = 0
+        self._torn = False  # a version broke off as it arrived: what is in the engine is none
         self._report = Quarantine()
 
     @property
     def version(self) -> int:
-        return self._engine.version
+        """That is in use; -1 for none."""
+        return -1 if self._torn else self._engine.version
 
     @property
     def has_room(self) -> bool:
@@ -124,6 +128,11 @@ class EpisodeDecoding:
     def idle(self) -> bool:
         return not self._groups
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether held-out prompts are under way: then the weights have to stay."""
+        return any(group[0].prompt.split == "eval" for group in self._groups.values())
+
     def prepare(self, weights: Weights) -> None:
         """Receive a version beside the one in use; may run in another thread."""
         self._engine.prepare(published(weights))
@@ -131,9 +140,17 @@ class EpisodeDecoding:
     def load(self, weights: Weights) -> None:
         """Take a version; running turns go on with it."""
         if weights.version != self.version:
+            self._torn = True
             self._engine.take(published(weights))
+            self._torn = False
 
-    def add(self, prompt: Prompt) -> None:
+    def suits(self, prompt: Prompt) -> bool:
+        """As `GroupDecoding.suits`."""
+        if prompt.split == "eval":
+            return self.idle or self.version == prompt.min_version
+        return self.version >= prompt.min_version or not self.evaluating
+
+    def add(self, prompt: Prompt, /) -> None:
         """Begin the episodes of a prompt; whether it fits shows when they have begun."""
         seeds = [request_seed(self._context.seed, prompt.id, n) for n in range(self._config.samples)]
         group = [_Open(key=f"{prompt.id}/{n:04}", seed=s, prompt=prompt) for n, s in enumerate(seeds)]
@@ -144,7 +161,7 @@ class EpisodeDecoding:
 
     def step(self) -> list[ScoredGroup | Dropped]:
         """Hear the environments, decode one token for whoever speaks; the groups that are complete."""
-        wait_s = _WAIT_S if self._engine.idle or self._context.deterministic else 0.0
+        wait_s = self._wait_s if self._engine.idle or self._context.deterministic else 0.0
         for answer in self._calls.answers(wait_s=wait_s, whole=self._context.deterministic):
             if (request := self._heard(self._open[answer.key], answer)) is not None:
                 self._ready.append(request)

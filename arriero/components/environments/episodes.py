@@ -9,6 +9,7 @@ their rows of the engine to others.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, SkipValidation
@@ -16,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread
 from arriero.components.environments.environment import Environment
+from arriero.components.evaluation_lane import EvaluationLane
 from arriero.components.generator import Generator
 from arriero.components.rollout_loop import continuously, one_by_one
 from arriero.components.sampling import Sampling
@@ -86,19 +88,34 @@ class Episodes:
     async def run(
         self, prompts: Stream[Prompt], weights: Stream[Weights]
     ) -> AsyncIterator[ScoredGroup | Dropped]:
+        context = current()
         with ComputeThread("episodes") as compute:
-            work = await compute(self._load, current())
-            intake = WeightIntake(weights, work, compute, standby=self.generator.standby)
+            work = await compute(self._load, context)
+            intake = WeightIntake(weights, work, compute, beside=self.generator.receives_beside)
+            lane = self._lane(weights, context, compute)
             try:
                 await intake.reach(0)
-                drive = one_by_one if current().deterministic else continuously
-                async for group in drive(prompts, intake, work, compute):
+                if context.deterministic:
+                    drive = one_by_one(prompts, intake, work, compute)
+                else:
+                    drive = continuously(prompts, intake, work, compute, lane)
+                async for group in drive:
                     yield group
             finally:
                 await intake.close()
                 await compute(work.close)
+                if lane is not None:
+                    await lane.close()
 
-    def _load(self, context: Context) -> EpisodeDecoding:
+    def _lane(
+        self, weights: Stream[Weights], context: Context, compute: ComputeThread
+    ) -> EvaluationLane[ScoredGroup] | None:
+        if not self.generator.evaluates_beside(context):
+            return None
+        beside = replace(self, generator=replace(self.generator, standby=False))
+        return EvaluationLane(weights, compute, lambda: beside._load(context, beside=True))
+
+    def _load(self, context: Context, *, beside: bool = False) -> EpisodeDecoding:
         from arriero.components.environments.episode_decoding import EpisodeDecoding
 
-        return EpisodeDecoding(self, context)
+        return EpisodeDecoding(self, context, beside=beside)

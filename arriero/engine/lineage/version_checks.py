@@ -9,9 +9,9 @@ import numpy as np
 
 from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
-from arriero.engine.runtime.guard import held_out
+from arriero.engine.runtime.guard import held_out, sampled_otherwise
 from arriero.schemas.ledger import Evaluated, Trained
-from arriero.schemas.messages import Batch
+from arriero.schemas.messages import Batch, ScoredGroup
 
 
 def whole_batch(record: Lineage, name: str) -> Batch | None:
@@ -114,6 +114,17 @@ def held_out_prompts(record: Lineage) -> Iterator[Finding]:
                 where=where,
                 what="came back with other scores or versions than its group has",
             )
+        for why in filter(None, (_otherwise(record, name) for name in names)):
+            yield Finding(check="held out", where=where, what=f"came back, {why}")
+
+
+def _otherwise(record: Lineage, name: str) -> str:
+    """As `sampled_otherwise` says of a recorded group."""
+    try:
+        group = record.group(name)
+    except (KeyError, ValueError, IndexError, OSError):
+        return ""
+    return sampled_otherwise(group) if isinstance(group, ScoredGroup) else ""
 
 
 def _back(record: Lineage, name: str) -> Evaluated | None:

@@ -32,6 +32,8 @@ class Context:
     replicas: int = 1
     parts: tuple[int, ...] = ()
     """Of who closes a loop of weights: over how many ranks its followers split them, each number once."""
+    evaluates_every: int = 0
+    """Versions between evaluations during training; 0: there are none. These versions are kept."""
     secret: bytes = field(default=b"", repr=False)
     """Of the run; both ends of a connection of the weight plane prove that they know it."""
     count: Callable[[str, int], None] = lambda name, number: None

@@ -129,11 +129,22 @@ def held_out(record: Record) -> Evaluated | None:
     prompt = record.group.prompt
     return Evaluated(
         id=prompt.id, origin=prompt.origins[0], version=prompt.min_version,
-        newest_version=max([prompt.min_version, *(int(r.versions.max()) for r in record.group.rollouts)]),
         values=tuple(s.value for s in record.scores), outcomes=tuple(s.outcome for s in record.scores),
         lengths=tuple(int(r.mask.sum()) for r in record.group.rollouts), source=prompt.source,
         truncated=sum(r.finish == "length" for r in record.group.rollouts),
     )  # fmt: skip
+
+
+def sampled_otherwise(record: ScoredGroup) -> str:
+    """Why a held-out prompt says nothing of the version that it was sent for: others sampled tokens of it.
+
+    Empty if it was that version alone.
+    """
+    asked = record.group.prompt.min_version
+    found = {int(v) for r in record.group.rollouts for v in np.unique(r.versions[r.mask])}
+    if found <= {asked}:
+        return ""
+    return f"sampled by versions {', '.join(map(str, sorted(found)))}, to be evaluated was {asked}"
 
 
 def dropped(node: str, stale: Stale) -> DroppedEvent:
@@ -151,7 +162,7 @@ def trained(node: str, weights: Weights, batch: Record) -> Trained:
     age = np.concatenate(ages) if ages else np.zeros(0, np.int32)
     return Trained(
         node=node, version=weights.version, batch=batch.id, origins=batch.origins,
-        tokens=sum(int(s.mask.sum()) for s in samples),
+        tokens=trained_tokens(batch),
         staleness_max=int(age.max(initial=0)), staleness_mean=float(age.mean()) if len(age) else 0.0,
         reward_mean=fsum(s.reward for s in samples) / len(samples) if samples else 0.0,
         right_shares=_right_shares(batch.origins, samples),
@@ -164,7 +175,7 @@ def sampled_tokens(output: Record) -> int:
 
 
 def trained_tokens(batch: Record) -> int:
-    return sum(int(s.mask.sum()) for s in batch.samples) if isinstance(batch, Batch) else 0
+    return batch.trained_tokens if isinstance(batch, Batch) else 0
 
 
 def _right_shares(origins: Sequence[int], samples: Sequence[Sample]) -> tuple[float, ...]:

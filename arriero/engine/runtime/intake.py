@@ -8,14 +8,14 @@ from collections.abc import Callable
 from arriero.engine.broker import Broker, Lease
 from arriero.engine.graph import HasWant, Node, PerRecord
 from arriero.engine.rates import Window, repetitions, windows
-from arriero.engine.runtime.guard import dropped, held_out, stale_groups
+from arriero.engine.runtime.guard import dropped, held_out, sampled_otherwise, stale_groups
 from arriero.engine.runtime.history import Done
 from arriero.engine.runtime.journal import dropped_already, record
 from arriero.engine.runtime.outputs import Outbox
 from arriero.engine.stream import Loop
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import DroppedEvent
-from arriero.schemas.messages import Batch, Record
+from arriero.schemas.messages import Batch, Record, ScoredGroup
 
 _RECORDS_AHEAD = 4  # hides the way to the engine and back behind the work on a record
 
@@ -66,8 +66,14 @@ class Intake:
     def _fresh(self, lease: Lease, arrived: Record) -> Record | None:
         if self._window is None:
             return arrived
-        if (evaluated := held_out(arrived)) is not None:
-            self._outbox.settle((evaluated,), (lease,))
+        if isinstance(arrived, ScoredGroup) and (evaluated := held_out(arrived)) is not None:
+            if why := sampled_otherwise(arrived):
+                answer = DroppedEvent(
+                    node=self._node, parent=arrived.id, origins=arrived.origins, reason="invalid", detail=why
+                )
+                self._outbox.settle((answer,), (lease,))
+            else:
+                self._outbox.settle((evaluated,), (lease,))
             return None
         stale = stale_groups(arrived, self._version(), self._window.staleness)
         if not stale:

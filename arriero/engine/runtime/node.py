@@ -328,7 +328,8 @@ class NodeRunner:
                 stream.record,
                 name=f"loop {stream.source}",
                 clock=self.clock,
-                keep=self.context.staleness + 2 if self.options.deterministic else 1,
+                keep=self.context.staleness + 2,
+                keep_every=self.context.evaluates_every,
             )
             self._loop_inputs.append(live)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 from arriero.engine.broker import Broker
 from arriero.engine.errors import UserError
 from arriero.engine.fused import fused
-from arriero.engine.graph import Graph, StoresParts
+from arriero.engine.graph import EvaluatesDuring, Graph, StoresParts
 from arriero.engine.runtime.context import Context
 from arriero.engine.runtime.journal import Progress, announce
 from arriero.engine.runtime.node import LEAVE_S, NodeRunner
@@ -171,6 +171,8 @@ def _context(
     followed = [i.source for i in spec.node(name).inputs if i.loop]
     followers = [n.name for n in spec.nodes if any(i.loop and i.source in own for i in n.inputs)]
     parts = [c.weight_ranks() for n in followers if isinstance(c := graph.nodes[n].component, StoresParts)]
+    sources = [n.component for n in graph.nodes.values() if not n.inputs]
+    during = [source.evaluates_every() for source in sources if isinstance(source, EvaluatesDuring)]
     return Context(
         run_id=options.run_id,
         run_dir=run_dir,
@@ -178,6 +180,7 @@ def _context(
         replica=replica,
         replicas=spec.node(name).replicas,
         parts=tuple(sorted({number for number in parts if number > 1})),
+        evaluates_every=next((every for every in during if every), 0),
         rank=rank,
         ranks=ranks,
         seed=options.seed,

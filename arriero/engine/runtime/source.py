@@ -6,13 +6,14 @@ sends those again that are under way: under the same ids, so that what is still 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
 from arriero.engine.errors import UserError
-from arriero.engine.graph import Evaluation, Graph, HasEvaluation, HasLimit
+from arriero.engine.graph import EvaluatesDuring, Evaluation, Graph, HasEvaluation, HasLimit
 from arriero.engine.rates import windows
 from arriero.engine.runtime.gate import Gate
 from arriero.engine.runtime.history import History
@@ -20,12 +21,16 @@ from arriero.engine.runtime.node import NodeRunner
 from arriero.schemas.ledger import Admitted
 from arriero.schemas.messages import Dropped, Example, Prompt, Record, ScoredGroup
 
+_log = logging.getLogger(__name__)
+
 
 class SourceRunner(NodeRunner):
     """Runs a node without inputs. Record k gets origin k; held-out prompts count down from -1.
 
     Held-out prompts are sent at version 0 (training waits for them: that is `accuracy_before`), at every
-    multiple of `Evaluation.every`, and at the last version that whole batches reached.
+    multiple of `evaluates_every`, and at the last version that whole batches reached. Each is to be sampled
+    by exactly that version. An evaluation that is due while the one before is under way is left out, and
+    counted: the weight plane keeps the versions of two, and more would only pile up.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +43,9 @@ class SourceRunner(NodeRunner):
         component = self.node.component
         self._evaluates = component if mine and isinstance(component, HasEvaluation) else None
         self._evaluation: Evaluation | None = None
+        self._every = component.evaluates_every() if mine and isinstance(component, EvaluatesDuring) else 0
         self._evaluated = -1  # the last version for which held-out prompts were sent
+        self._left_out = -1  # the last version that was due too early
         self._held_out_sent = 0
         self._last_held_out = 0  # the origin of the last held-out prompt
         self._next = 0  # the number of the next record
@@ -130,9 +137,20 @@ class SourceRunner(NodeRunner):
             await self._send(sent, origin=origin, min_version=version)
 
     async def _evaluate_if_due(self) -> None:
-        every = self._evaluation.every if self._evaluation else 0
-        if every and not self._gate.finished:
-            await self._evaluate(self._gate.version // every * every)
+        if self._evaluation is None or not self._every or self._gate.finished:
+            return
+        due = self._gate.version // self._every * self._every
+        if due <= max(self._evaluated, self._left_out):
+            return
+        if self._gate.held_out_back < self._held_out_sent and not self.context.deterministic:
+            self._left_out = due
+            self.clock.count("evaluations_left_out", 1)
+            _log.warning(
+                "version %d isn't evaluated: the evaluation of version %d takes longer than the %d versions "
+                "between two; evaluate less often, or fewer prompts", due, self._evaluated, self._every,
+            )  # fmt: skip
+            return
+        await self._evaluate(due)
 
     async def _send(self, output: Record, *, origin: int, min_version: int) -> None:
         """Record the admission, then publish: what is on an edge is always accounted for."""

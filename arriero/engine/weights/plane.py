@@ -29,12 +29,12 @@ def open_outlet(transport: TransportName, url: str, plan: Plan, ranks: Ranks, se
 
     The other transports choose their address themselves.
     """
-    slots, bound_s = serving.slots, serving.lease_timeout_s
+    slots, keep_every, bound_s = serving.slots, serving.keep_every, serving.lease_timeout_s
     match transport:
         case "shm":
-            return ShmOutlet(url, plan, ranks, slots=slots, lease_timeout_s=bound_s)
+            return ShmOutlet(url, plan, ranks, slots=slots, keep_every=keep_every, lease_timeout_s=bound_s)
         case "store":
-            return StoreOutlet(url, plan, ranks, slots=slots, lease_timeout_s=bound_s)
+            return StoreOutlet(url, plan, ranks, slots=slots, keep_every=keep_every, lease_timeout_s=bound_s)
         case "nixl":
             return NixlOutlet(plan, serving, ranks)
         case "gloo" | "nccl":
@@ -60,7 +60,7 @@ class WeightSender:
     All ranks make it, and publish, together. DTensors are sent shard by shard, each by the rank that has it;
     what all ranks have is packed by one of them. With a `layout`, `tensors` are this rank's parts already.
     `receivers`: layouts of those that store parts of tensors; those that store them whole need none.
-    `host`, `secret`, `slots` and `lease_timeout_s` are those of `Serving`.
+    `host`, `secret`, `slots`, `keep_every` and `lease_timeout_s` are those of `Serving`.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class WeightSender:
         receivers: Mapping[str, WorldLayout] | None = None,
         transport: TransportName = "shm",
         slots: int = 2,
+        keep_every: int = 0,
         lease_timeout_s: float | None = None,
         secret: bytes = b"",
         host: str = "127.0.0.1",
@@ -81,7 +82,9 @@ class WeightSender:
         if layout is None:
             layout = gathered_layout(tensors, ranks) if ranks.size > 1 else replicated_layout(tensors)
         plan = plan_weights(layout, receivers)
-        serving = Serving(secret=secret, host=host, slots=slots, lease_timeout_s=lease_timeout_s)
+        serving = Serving(
+            secret=secret, host=host, slots=slots, keep_every=keep_every, lease_timeout_s=lease_timeout_s
+        )
         outlet = open_outlet(transport, url, plan, ranks, serving)
         self.shards = ShardSender(outlet, plan, layout, ranks)
         self._stays, self._bound_s = transport in ("shm", "store"), lease_timeout_s

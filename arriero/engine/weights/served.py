@@ -18,6 +18,7 @@ from arriero.engine.weights.layout import StaleWeights, WeightError
 from arriero.engine.weights.lease_server import LeaseServer, Welcoming
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import OneRank, Ranks, first_says
+from arriero.engine.weights.ring import SlotRing
 from arriero.engine.weights.transport import Outcome, Span, lease_timeout
 from arriero.schemas.weights import ALIGNMENT_BYTES, WeightManifest
 
@@ -26,12 +27,14 @@ from arriero.schemas.weights import ALIGNMENT_BYTES, WeightManifest
 class Serving:
     """How a source rank is reached, and how long it waits. `secret` is the run's; both ends prove it.
 
-    `host` is an address that receivers can reach; nothing on the connection is encrypted.
+    `host` is an address that receivers can reach; nothing on the connection is encrypted. `slots` and
+    `keep_every` are those of `SlotRing`.
     """
 
     secret: bytes
     host: str = "127.0.0.1"
     slots: int = 2
+    keep_every: int = 0
     lease_timeout_s: float | None = None
 
 
@@ -41,31 +44,29 @@ class ServedOutlet:
     scheme = ""
 
     def __init__(self, plan: Plan, serving: Serving, ranks: Ranks | None, welcome: Welcoming) -> None:
-        if serving.slots < 2:
-            raise ValueError(f"slots is {serving.slots}; at least 2: one is written while the other is read")
+        self._ring = SlotRing(serving.slots, serving.keep_every)
         self._ranks = ranks or OneRank()
         self.part_bytes = plan.part_bytes(self._ranks.rank)
         size = max(self.part_bytes, ALIGNMENT_BYTES)
-        self.slots: Bytes = warm_buffer(serving.slots * size).reshape(serving.slots, size)
+        self.slots: Bytes = warm_buffer(self._ring.total * size).reshape(self._ring.total, size)
         total = sum(plan.part_bytes(rank) for rank in range(plan.num_sources))
         self._lease_timeout_s = lease_timeout(total, serving.lease_timeout_s)
         self.session = first_says(self._ranks, lambda: token_hex(16).encode()).decode()
         self._server = LeaseServer(
-            (serving.host, 0), serving.secret, plan.encode(), self.session, serving.slots, welcome
+            (serving.host, 0), serving.secret, plan.encode(), self.session, self._ring.total, welcome
         )
         said = self._ranks.gather(msgspec.msgpack.encode(self._server.address))
         self._server.addresses = [msgspec.msgpack.decode(data, type=tuple[str, int]) for data in said]
         self.url = "{}://{}:{}".format(self.scheme, *self._server.addresses[0])
         self.overtaken: tuple[str, ...] = ()
-        self._slot = serving.slots - 1
 
     def begin(self, version: int) -> tuple[int, Bytes]:
-        slot = (self._slot + 1) % len(self.slots)
+        slot = self._ring.slot(version)
         self.overtaken = self._server.free(slot, self._lease_timeout_s)
         return slot, self.slots[slot][: self.part_bytes]
 
     def announce(self, manifest: WeightManifest) -> None:
-        self._slot = manifest.slot
+        self._ring.written(manifest.slot)
         self._server.commit(manifest)
 
     def outcomes(self) -> Mapping[str, Outcome]:

@@ -12,12 +12,6 @@ from arriero.engine.weights.shm import MAX_NAME_BYTES, Segment
 log = logging.getLogger(__name__)
 
 
-def last_slot(segment: Segment) -> int:
-    """The slot before the one to write next: a restarted sender keeps what was announced last."""
-    newest = segment.newest()
-    return segment.num_slots - 1 if newest is None else newest
-
-
 def drain(segment: Segment, slot: int, timeout_s: float) -> tuple[str, ...]:
     """Wait until nobody reads the slot; names of those that had their time and still do."""
     segment.close_slot(slot)

@@ -17,8 +17,9 @@ from arriero.engine.weights.copying import Bytes
 from arriero.engine.weights.layout import WeightError
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import OneRank, Ranks, first_says
+from arriero.engine.weights.ring import SlotRing
 from arriero.engine.weights.shm import MAX_SLOTS, Segment
-from arriero.engine.weights.shm_slots import SlotInUse, SlotReader, Ticket, drain, last_slot
+from arriero.engine.weights.shm_slots import SlotInUse, SlotReader, Ticket, drain
 from arriero.engine.weights.transport import Outcome, Span, lease_timeout
 from arriero.schemas.weights import WeightManifest, cells_fingerprint
 
@@ -45,10 +46,14 @@ class ShmOutlet:
         ranks: Ranks | None = None,
         *,
         slots: int = 2,
+        keep_every: int = 0,
         lease_timeout_s: float | None = None,
     ) -> None:
-        if not 2 <= slots <= MAX_SLOTS:
-            raise ValueError(f"slots is {slots}; from 2 (write one while the other is read) to {MAX_SLOTS}")
+        self._ring = ring = SlotRing(slots, keep_every)
+        if ring.total > MAX_SLOTS:
+            raise ValueError(
+                f"{ring.total} slots, but shared memory has at most {MAX_SLOTS}; lower the staleness"
+            )
         self.url = url
         self.overtaken: tuple[str, ...] = ()
         self._ranks, self._parts = ranks or OneRank(), _Parts(plan)
@@ -56,10 +61,14 @@ class ShmOutlet:
         segment: list[Segment] = []
 
         def create() -> bytes:
-            segment.append(Segment.create(url, plan.digest, slots, self._parts.slot_bytes, plan.encode()))
-            return bytes([last_slot(segment[0])])
+            fresh = Segment.create(url, plan.digest, ring.total, self._parts.slot_bytes, plan.encode())
+            segment.append(fresh)
+            newest = fresh.newest()
+            return bytes([] if newest is None else [newest])
 
-        self._slot = first_says(self._ranks, create)[0]
+        # A restarted sender keeps what was announced last.
+        for slot in first_says(self._ranks, create):
+            ring.written(slot)
         self._segment = segment[0] if segment else Segment.open(url)
 
     @property
@@ -67,7 +76,7 @@ class ShmOutlet:
         return self._segment.id
 
     def begin(self, version: int) -> tuple[int, Bytes]:
-        slot = (self._slot + 1) % self._segment.num_slots
+        slot = self._ring.slot(version)
 
         def free() -> bytes:
             self.overtaken = drain(self._segment, slot, self._lease_timeout_s)
@@ -83,7 +92,7 @@ class ShmOutlet:
             raw = np.frombuffer(bytes.fromhex("".join(manifest.cells)), dtype=np.uint8)
             self._segment.slot(manifest.slot, self._parts.fingerprints_at, raw.size)[:] = raw
             self._segment.commit(manifest.slot, manifest.version, manifest.fingerprint)
-        self._slot = manifest.slot
+        self._ring.written(manifest.slot)
 
     def outcomes(self) -> Mapping[str, Outcome]:
         return self._segment.outcomes()

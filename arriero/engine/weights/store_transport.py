@@ -27,6 +27,7 @@ from arriero.engine.weights.copying import Bytes
 from arriero.engine.weights.layout import StaleWeights, WeightError
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import OneRank, Ranks, first_says
+from arriero.engine.weights.ring import KEPT, SlotRing
 from arriero.engine.weights.transport import Outcome, Span, batches, lease_timeout
 from arriero.schemas.weights import WeightManifest
 
@@ -92,7 +93,8 @@ class _Store:
 
 
 class StoreOutlet:
-    """A source rank's end. `url` is a folder of its own; the newest `slots` versions stay in it."""
+    """A source rank's end. `url` is a folder of its own; the newest `slots` versions stay in it,
+    and of every `keep_every`-th the newest two."""
 
     def __init__(
         self,
@@ -101,11 +103,11 @@ class StoreOutlet:
         ranks: Ranks | None = None,
         *,
         slots: int = 2,
+        keep_every: int = 0,
         lease_timeout_s: float | None = None,
     ) -> None:
-        if slots < 2:
-            raise ValueError(f"slots is {slots}; at least 2: one is written while the other is read")
-        self.url, self._store, self._ranks, self._num_slots = url, _Store(url), ranks or OneRank(), slots
+        self._ring, self._num_slots = SlotRing(slots, keep_every), slots
+        self.url, self._store, self._ranks = url, _Store(url), ranks or OneRank()
         self.session = first_says(self._ranks, lambda: self._begin(plan)).decode()
         self.overtaken: tuple[str, ...] = ()
         self._part: Bytes = np.ones(max(plan.part_bytes(self._ranks.rank), 1), dtype=np.uint8)
@@ -145,16 +147,18 @@ class StoreOutlet:
         """The objects stay: the run's owner removes the folder."""
 
     def _collect(self) -> None:
-        """Remove all but the newest versions, and those that somebody reads within the bound."""
+        """Remove all but the newest versions, the kept ones, and those that somebody reads in time."""
+        newest = [*self._kept[-self._num_slots :], *[v for v in self._kept if self._ring.keeps(v)][-KEPT:]]
+        old = [v for v in self._kept if v not in newest]
         reading: dict[int, list[str]] = {}
         late: list[str] = []
         for name, state in self._readers().items():
             version = int(state["reading"])
             if version >= 0 and time.time() - float(state["since"]) < self._lease_timeout_s:
                 reading.setdefault(version, []).append(name)
-            elif version in self._kept[: -self._num_slots]:
+            elif version in old:
                 late.append(name)
-        for version in self._kept[: -self._num_slots]:
+        for version in old:
             if version not in reading:
                 self._kept.remove(version)
                 self._store.remove(f"{self.session}/{version}")

@@ -1,0 +1,129 @@
+"""Held-out prompts in an engine of their own, which changes its weights only between two evaluations.
+
+    training   | v1  v2  v3  v4  v5 ...   newest weights, taken under way
+    held out   | v0 ......  v4 ........   the version that is due, from the first prompt to the last
+
+So an evaluation is of one version, however many come while it goes on, and nobody waits for it.
+
+| a held-out prompt | moved by                                                                            |
+|-------------------|-------------------------------------------------------------------------------------|
+| waits             | `add`; until there is room, and its version is in use                                |
+| is sampled        | `step`; the engine takes the next version only when it is idle                       |
+| is dropped        | `step`, if its version isn't to be had any more: it is missing, and never of another |
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from arriero.components.weight_intake import Computes, WeightIntake
+from arriero.engine.stream import Stream
+from arriero.schemas.messages import Dropped, Prompt, Weights
+
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+
+
+class Evaluates(Protocol[R_co]):
+    """Prompts in, records out. `version`: of the weights in use; `idle`: nothing is under way."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def has_room(self) -> bool: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+    def prepare(self, weights: Weights) -> None: ...
+
+    def load(self, weights: Weights) -> None: ...
+
+    def add(self, prompt: Prompt, /) -> Dropped | None: ...
+
+    def step(self) -> Sequence[R_co | Dropped]: ...
+
+    def close(self) -> None: ...
+
+
+class EvaluationLane(Generic[R_co]):
+    """Evaluations, one after the other; used by one coroutine. `opened` loads the engine, at the first.
+
+    `alone`: one prompt at a time, so that no result depends on its neighbours.
+    """
+
+    def __init__(
+        self,
+        weights: Stream[Weights],
+        compute: Computes,
+        opened: Callable[[], Evaluates[R_co]],
+        *,
+        alone: bool = False,
+    ) -> None:
+        self._weights, self._compute, self._opened, self._alone = weights, compute, opened, alone
+        self._work: Evaluates[R_co] | None = None
+        self._intake: WeightIntake | None = None
+        self._waiting: deque[Prompt] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting) or (self._work is not None and not self._work.idle)
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that aren't begun."""
+        return len(self._waiting)
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Take up a held-out prompt that is sent during training; no other belongs here."""
+        mine = prompt.split == "eval" and prompt.min_version > 0
+        if mine:
+            self.add(prompt)
+        return mine
+
+    def add(self, prompt: Prompt) -> None:
+        self._waiting.append(prompt)
+
+    async def step(self) -> Sequence[R_co | Dropped]:
+        """Begin what may be begun, and decode one token of what is under way."""
+        if self._work is None or self._intake is None:
+            self._work = await self._compute(self._opened)
+            self._intake = WeightIntake(self._weights, self._work, self._compute, beside=False)
+        work, out = self._work, list[R_co | Dropped]()
+        if work.idle and self._waiting:
+            version = self._waiting[0].min_version
+            if why := await self._intake.hold(version):
+                gone = [p for p in self._waiting if p.min_version == version]
+                self._waiting = deque(p for p in self._waiting if p.min_version != version)
+                return [Dropped(parent=p.id, reason="stale", detail=why) for p in gone]
+        while self._begins(work):
+            if (refused := work.add(self._waiting.popleft())) is not None:
+                out.append(refused)
+        return out if work.idle else [*out, *await self._compute(work.step)]
+
+    def _begins(self, work: Evaluates[R_co]) -> bool:
+        """Whether the next prompt may begin: there is room, and it is of the version in use."""
+        if not self._waiting or self._waiting[0].min_version != work.version:
+            return False
+        return work.idle if self._alone else work.has_room
+
+    async def close(self) -> None:
+        if self._work is not None:
+            await self._compute(self._work.close)
+
+
+async def held_out_only(prompts: Stream[Prompt], lane: EvaluationLane[R]) -> AsyncIterator[R | Dropped]:
+    """All of a replica that samples nothing else."""
+    while True:
+        while not lane.waiting and (prompt := prompts.poll()) is not None:
+            lane.add(prompt)
+        if not lane.busy:
+            if (prompt := await prompts.next()) is None:
+                return
+            lane.add(prompt)
+            continue
+        for record in await lane.step():
+            yield record

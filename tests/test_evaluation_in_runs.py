@@ -1,0 +1,221 @@
+"""Evaluations while training goes on: each of exactly one version, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from arriero.components.compute import ComputeThread
+from arriero.components.evaluation_lane import EvaluationLane
+from arriero.components.policy import load_model
+from arriero.components.prompts import PromptSource
+from arriero.components.rewards import Function
+from arriero.engine.runtime.context import weights_url
+from arriero.engine.runtime.role import run_role
+from arriero.engine.stream import Stream
+from arriero.engine.weights import destroy
+from arriero.engine.weights.layout import StaleWeights
+from arriero.pipelines.aipo import AIPOConfig, aipo
+from arriero.schemas.ledger import DroppedEvent, Evaluated, Event, Trained
+from arriero.schemas.messages import Dropped, Prompt, Rollout, Weights
+from tests.brokers import Engine
+from tests.inline_runs import peaked_model, policy_gradient_fields
+from tests.runtime_runs import declare, options, read
+
+torch.set_num_threads(1)
+SAMPLED: defaultdict[str, list[tuple[Prompt, Rollout]]] = defaultdict(list)
+
+
+def noted(prompt: Prompt, rollout: Rollout) -> float:
+    """Keeps what was sampled of held-out prompts, by the folder of the run."""
+    if prompt.split == "eval":
+        SAMPLED[str(prompt.metadata["run"])].append((prompt, rollout))
+    return rollout.text.count("3") / 5
+
+
+def held_out(path: Path, number: int) -> str:
+    """A file of `number` prompts."""
+    file = path / "held_out.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"{a}*3=", "run": str(path)}) + "\n" for a in range(number))
+    )
+    return str(file)
+
+
+async def play(path: Path, engine: Engine, **fields: Any) -> list[Event]:
+    """The ledger of a run of AIPO on real models, each role with a connection of its own."""
+    fields = policy_gradient_fields(path, model=peaked_model(path / "peaked"), **fields)
+    spec = aipo(AIPOConfig(**fields)).check()
+    opts = options(engine.run, wait_bound_s=60.0, heartbeat_s=1.0)
+    owner = await declare(spec, opts, engine)
+
+    async def replica(role: str, number: int) -> None:
+        broker = await engine.connect()
+        try:
+            await run_role(spec, opts, role=role, replica=number, run_dir=path, broker=broker)
+        finally:
+            await broker.close()
+
+    try:
+        async with asyncio.TaskGroup() as roles:
+            for role, nodes in spec.roles.items():
+                for k in range(nodes[0].replicas):
+                    roles.create_task(replica(role, k))
+    finally:
+        destroy(weights_url(engine.run, "weights"))
+    return (await read(owner)).events
+
+
+def rounds(events: list[Event]) -> dict[int, list[int]]:
+    """By version: where in the ledger its held-out prompts came back."""
+    found: dict[int, list[int]] = {}
+    for place, event in enumerate(events):
+        if isinstance(event, Evaluated):
+            found.setdefault(event.version, []).append(place)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["memory", "nats"], indirect=True)
+async def test_an_evaluation_is_of_one_version_while_training_goes_on(engine: Engine, tmp_path: Path) -> None:
+    """Two steps take less time than the held-out prompts: sampled by the newest weights they would mix."""
+    data = PromptSource(
+        path=str(tmp_path / "sums.jsonl"), eval_path=held_out(tmp_path, 24), eval_every=2, overlap="allow"
+    )
+    judge = Function(function=noted, isolate=False)
+    fields: dict[str, Any] = {
+        "data": data,
+        "reward": judge,
+        "steps": 12,
+        "staleness": 2,
+        "groups_per_step": 2,
+    }
+    events = await play(tmp_path, engine, **fields, samples=4, slots=16, generators=2)
+    back = rounds(events)
+    assert {*back} >= {0, 12}
+    assert all(version % 2 == 0 for version in back)
+    assert len(back) >= 3  # at least one of them during training
+    assert {len(places) for places in back.values()} == {24}
+    assert not [e for e in events if isinstance(e, DroppedEvent) and min(e.origins) < 0]
+    steps = [place for place, e in enumerate(events) if isinstance(e, Trained)]
+    during = [v for v, places in back.items() if any(min(places) < step < max(places) for step in steps)]
+    assert during, "no step was taken while an evaluation went on"
+    sampled = SAMPLED.pop(str(tmp_path))
+    for prompt, rollout in sampled:
+        assert {*rollout.versions[rollout.mask].tolist()} == {prompt.min_version}
+    # That the label is true: the last version lies in the run's directory.
+    last = [rollout for prompt, rollout in sampled if prompt.min_version == 12]
+    assert len(last) == 24 * 4
+    model = load_model(str(tmp_path / "model"))
+    for rollout in last[::8]:
+        tokens = torch.tensor(rollout.tokens.tolist())
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1].float().log_softmax(-1)
+        own = logits.gather(1, tokens[1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(own[rollout.mask[1:]], rollout.logprobs[rollout.mask], atol=1e-4)
+
+
+class Tokens:
+    """Real bookkeeping in small: prompts under way, and the version of each of their tokens."""
+
+    def __init__(self, *, gone: int = -1) -> None:
+        self.version, self._gone = -1, gone
+        self._open: dict[str, list[int]] = {}
+        self.done: list[tuple[str, list[int]]] = []
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._open) < 2
+
+    @property
+    def idle(self) -> bool:
+        return not self._open
+
+    def prepare(self, weights: Weights) -> None:
+        raise NotImplementedError
+
+    def load(self, weights: Weights) -> None:
+        if weights.version == self._gone:
+            self.version = -1
+            raise StaleWeights("overwritten")
+        self.version = weights.version
+
+    def add(self, prompt: Prompt, /) -> None:
+        self._open[prompt.id] = []
+
+    def step(self) -> list[Dropped]:
+        for versions in self._open.values():
+            versions.append(self.version)
+        ended = {name: v for name, v in self._open.items() if len(v) == 3}
+        self.done += ended.items()
+        for name in ended:
+            del self._open[name]
+        return []
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+class Announced:
+    """A loop that has announced versions 0 to 9; version 0 is no longer kept."""
+
+    async def next(self) -> Weights | None:
+        raise AssertionError("nobody waits for a newer one")
+
+    def poll(self) -> Weights | None:
+        return Weights(version=9)
+
+    async def at(self, version: int) -> Weights:
+        if not version:
+            raise LookupError("version 0 is no longer kept")
+        return Weights(version=version)
+
+
+async def played(work: Tokens, *asked: tuple[str, int], alone: bool = False) -> list[Dropped]:
+    """What a lane gives back of prompts, by name and version."""
+    out: list[Dropped] = []
+    with ComputeThread("test") as compute:
+        loop = Stream("weights", Weights, Announced())
+        lane: EvaluationLane[Dropped] = EvaluationLane(loop, compute, lambda: work, alone=alone)
+        for name, version in asked:
+            assert lane.takes(Prompt(id=name, text="?", split="eval", min_version=version))
+        while lane.busy:
+            out += await lane.step()
+        await lane.close()
+    return out
+
+
+async def test_a_lane_takes_the_next_version_only_when_an_evaluation_is_over() -> None:
+    work = Tokens()
+    asked = [("a", 2), ("b", 2), ("c", 2), ("d", 4), ("e", 4)]
+    assert await played(work, *asked) == []
+    assert work.done == [(name, [version] * 3) for name, version in asked]
+
+
+async def test_a_lane_takes_prompts_one_by_one_where_neighbours_must_not_matter() -> None:
+    work = Tokens()
+    await played(work, ("a", 2), ("b", 2), alone=True)
+    assert work.done == [("a", [2] * 3), ("b", [2] * 3)]
+
+
+async def test_prompts_whose_version_is_gone_are_dropped_and_never_sampled_by_another() -> None:
+    work = Tokens(gone=2)
+    dropped = await played(work, ("a", 2), ("b", 2), ("c", 4))
+    assert [(d.parent, d.reason) for d in dropped] == [("a", "stale"), ("b", "stale")]
+    assert "version 2 can't be had any more: overwritten" in dropped[0].detail
+    assert work.done == [("c", [4] * 3)]
+
+
+def test_a_lane_takes_nothing_but_evaluations_during_training() -> None:
+    with ComputeThread("test") as compute:
+        loop = Stream("weights", Weights, Announced())
+        lane: EvaluationLane[Dropped] = EvaluationLane(loop, compute, Tokens)
+        assert not lane.takes(Prompt(id="first", text="?", split="eval", min_version=0))
+        assert not lane.takes(Prompt(id="trained", text="?", min_version=3))
+        assert not lane.busy
