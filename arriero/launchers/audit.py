@@ -18,6 +18,7 @@ from arriero.engine.lineage.audit import checks
 from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.audited_files import FILES, files, heads, index, is_run, readable, versions_of_rewards
+from arriero.launchers.audited_sampling import sampled
 from arriero.launchers.inheritance import inherited
 from arriero.launchers.lineage import opened
 from arriero.launchers.recomputing import recomputed
@@ -99,6 +100,8 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
         if count:
             report.done["inherited"] = f"{count} groups of other runs"
     if spec is not None:
+        report.findings += sampled(record, spec, readable(run.read_manifest))
+        report.done["sampling"] = f"{len(record.groups)} groups"
         _compute(report, record, spec, rescore=rescore)
     return report
 

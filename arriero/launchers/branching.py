@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import copyfile
 from tempfile import TemporaryDirectory
 
 from arriero.engine.errors import UserError
+from arriero.launchers.content_hashes import TOKENIZER_FILES
 from arriero.launchers.provenance import BRANCHES, MASK
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.stamping import model_sha256
@@ -59,7 +61,7 @@ def model_of(run: RunDir, version: int) -> Path:
         return directory
     trainer = RecordedTrainer(str(run.path))
     if version:
-        trainer.batch(version)
+        trainer.step(version)
     state = trainer.load(version)
     with trainer.publisher(state) as publish:
         while state.version < version:
@@ -73,6 +75,7 @@ def model_of(run: RunDir, version: int) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory.parent, prefix="part-") as folder:
         state.save(part := Path(folder) / "model")
+        _with_tokenizer(part, Path(trainer.trainer.model))
         sums = json.dumps(model_sha256(part), indent=1)
         try:
             part.replace(directory)
@@ -82,6 +85,14 @@ def model_of(run: RunDir, version: int) -> Path:
         else:
             directory.with_name(_SUMS).write_text(sums)
     return directory
+
+
+def _with_tokenizer(model: Path, before: Path) -> None:
+    """The tokenizer's files as they were before: written again they have other bytes, and so another hash."""
+    for name in TOKENIZER_FILES:
+        (model / name).unlink(missing_ok=True)
+        if (before / name).is_file():
+            copyfile(before / name, model / name)
 
 
 def _kept(model: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from arriero.schemas.graph import GraphSpec
 from arriero.schemas.manifest import ContentHashes
 
 # All that transformers reads a tokenizer from, of whatever kind; the chat template has a hash of its own.
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "added_tokens.json", "merges.txt", "special_tokens_map.json", "spiece.model", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
@@ -45,7 +45,7 @@ def content_hashes(spec: GraphSpec) -> ContentHashes:
 
 def tokenizer_sha256(model: Path) -> str:
     """Of the tokenizer's files in a model directory, with their names; empty where there are none."""
-    found = [model / name for name in _TOKENIZER_FILES if (model / name).is_file()]
+    found = [model / name for name in TOKENIZER_FILES if (model / name).is_file()]
     digest = hashlib.sha256()
     for file in found:
         digest.update(f"{file.name}\n".encode() + hashlib.sha256(file.read_bytes()).digest())

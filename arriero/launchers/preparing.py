@@ -68,8 +68,16 @@ def begin(ready: Ready, argv: list[str], profile: Profile | None = None, code: C
     from arriero.launchers import provenance
     from arriero.launchers.content_hashes import content_hashes
     from arriero.launchers.hub import CLAIMS
+    from arriero.launchers.sinks import can_write
 
     given, name, now = ready.options, ready.pipeline.name, datetime.now(UTC)
+    if given.record and given.record_url.startswith("memory:"):
+        raise UserError(
+            f"record_url={given.record_url}: what is in memory goes with the process; name a store that "
+            "stays, or start with --record false"
+        )
+    if profile is None:
+        can_write(given.sinks, prometheus=given.metrics_port is not None)
     here, seen_as = _places(name, given.run_dir, now, profile)
     options = RunOptions(
         run_id=f"{name}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
@@ -81,6 +89,9 @@ def begin(ready: Ready, argv: list[str], profile: Profile | None = None, code: C
         restarts=given.restarts,
         record=given.record,
         record_url=given.record_url,
+        sinks=given.sinks,
+        metrics_port=given.metrics_port,
+        metrics_host=given.metrics_host,
         claims_url=f"file://{seen_as}/{CLAIMS}" if profile else "",
     )
     manifest = provenance.manifest(

@@ -15,6 +15,7 @@ from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.stream import Stream
 from arriero.schemas.graph import GraphSpec
+from arriero.schemas.lineage import GroupEntry
 from arriero.schemas.messages import Batch, Dropped, Outcome, Record, ScoredGroup
 
 Result = tuple[str, str, list[Finding], list[str]]  # check, what it went through, findings, what was left out
@@ -63,28 +64,38 @@ async def _rewards(record: Lineage, node: str, component: object, *, rescore: bo
         left.append(f"{name}: {gone} groups are redacted")
     findings: list[Finding] = []
     count = 0
+    failed: list[str] = []
     async with reward.opened() as scorer:
         for entry in groups:
-            scores = entry.scores
-            if scores is None:
-                continue
-            try:
-                whole = record.group(scores.id)
-            except (ValueError, KeyError, IndexError):
-                continue  # told by `content`
-            assert isinstance(whole, ScoredGroup)
-            for k, (rollout, then) in enumerate(zip(whole.group.rollouts, whole.scores, strict=True)):
+            whole = _scored(record, entry)
+            for k, then in enumerate(whole.scores if whole else ()):
+                assert whole is not None
+                where = f"{entry.id}/{k}"
                 if then.outcome not in _VERDICTS:
-                    if then.value:
-                        what = f"reward {then.value} without a verdict ({then.outcome}), which counts as 0"
-                        findings.append(Finding(check=name, where=f"{entry.id}/{k}", what=what))
+                    told = f"reward {then.value} without a verdict ({then.outcome}), which counts as 0"
+                    findings += [Finding(check=name, where=where, what=told)] if then.value else []
                     continue
-                now = await scorer.score(whole.group.prompt, rollout)
+                now = await scorer.score(whole.group.prompt, whole.group.rollouts[k])
+                if now.outcome not in _VERDICTS:  # it says nothing about the one of then
+                    failed.append(f"{now.outcome}: {' '.join(now.detail.split()):.200}")
+                    continue
                 count += 1
                 if (now.value, now.outcome, now.raw) != (then.value, then.outcome, then.raw):
-                    what = f"reward {then.value} ({then.outcome}), computed again {now.value} ({now.outcome})"
-                    findings.append(Finding(check=name, where=f"{entry.id}/{k}", what=what))
+                    told = f"reward {then.value} ({then.outcome})"
+                    what = f"{told}, computed again {now.value} ({now.outcome})"
+                    findings.append(Finding(check=name, where=where, what=what))
+    if failed:
+        left.append(f"{name}: {len(failed)} scores, for which there was no verdict now: {failed[0]}")
     return name, f"{count} computed again" if count else "", findings, left
+
+
+def _scored(record: Lineage, entry: GroupEntry) -> ScoredGroup | None:
+    """The group that an entry is of; None if it can't be read, as `content` tells."""
+    try:
+        whole = record.group(entry.scores.id if entry.scores else entry.id)
+    except (ValueError, KeyError, IndexError, OSError):
+        return None
+    return whole if isinstance(whole, ScoredGroup) else None
 
 
 def _not_again(component: object) -> str:

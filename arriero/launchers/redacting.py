@@ -23,8 +23,9 @@ Takes away prompts, responses, tokens and log-probabilities, for good. Rewards, 
 stay, and the chain holds: `arriero audit` proves what is left and says what is gone, and why. The head of the
 chain moves on; one that was kept before is still known."""
 
-# Of a run directory, what may quote the same texts.
-_COPIES = ("exports", "logs", "report.html", "attempts", "broker", "branches", "evaluation.json")
+# Of a run directory, what may quote the same texts: made of the record, and so removed, or else.
+_DERIVED = ("report.html",)
+_COPIES = ("exports", "logs", "attempts", "broker", "claims", "branches", "checkpoints", "evaluation.json")
 _CHOICES = ("prompt", "row", "group", "all")
 
 
@@ -43,6 +44,12 @@ def redacting(args: Sequence[str], show: Callable[[str], int]) -> int:
     entry = done.entry
     gone = f"{len(entry.groups)} groups, {len(entry.records)} other records, parts of {len(entry.batches)}"
     lines = [f"redacted {gone} batches; the head of the chain is now {done.anchor.head}"]
+    for name in _DERIVED:
+        if (run.path / name).exists():
+            (run.path / name).unlink()
+            lines.append(
+                f"removed {run.path / name}, which was made of the record; arriero report makes it anew"
+            )
     copies = [run.path / name for name in _COPIES if (run.path / name).exists()]
     if copies:
         lines.append(f"not looked through: {', '.join(map(str, copies))}")

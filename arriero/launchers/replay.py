@@ -105,12 +105,17 @@ class RecordedTrainer:
             return f"it ran on {then[0] if then else 'a CPU'}, this is {'a GPU' if not then else 'a CPU'}"
         return ""
 
-    def batch(self, version: int) -> Batch:
-        """What the step to `version` was made from. Raises UserError if it isn't on record, or redacted."""
+    def step(self, version: int) -> Trained:
+        """The step to `version`. Raises UserError if it isn't on record."""
         step = self.steps.get(version)
         if step is None or step.batch not in self.record.batches:
             known = f"there are {min(self.steps)} to {max(self.steps)}" if self.steps else "there is none"
             raise UserError(f"no step {version} of {self.node} is recorded; {known}")
+        return step
+
+    def batch(self, version: int) -> Batch:
+        """What that was made from. Raises UserError if it isn't on record, or redacted."""
+        step = self.step(version)
         entry = self.record.batches[step.batch]
         if gone := self.record.redacted & {*entry.groups, entry.id}:
             raise UserError(f"step {version} can't be taken again: {min(gone)} in it was redacted")

@@ -178,7 +178,7 @@ def _cell(value: object) -> str:
 
 def differences(a: Run, b: Run) -> dict[str, tuple[JsonValue, JsonValue]]:
     """What differs in configuration, seed, graph, code and the contents of what decides prompts and rewards
-    (tokenizers, templates, the file of a reward), by key; None where one has no such key.
+    (data, tokenizers, templates, the file of a reward), by key; None where one has no such key.
     """
     first, second = _made_of(a), _made_of(b)
     keys = dict.fromkeys((*first, *second))
@@ -192,7 +192,7 @@ def _made_of(run: Run) -> dict[str, JsonValue]:
     }
     packages: dict[str, JsonValue] = {f"packages.{k}": v for k, v in m.packages.items()}
     values = {k: v for k, v in run.values.items() if k != "state"}
-    content = m.content.model_dump()
+    content = {**m.content.model_dump(), "inputs": {f.key: f.sha256 or f"{f.bytes} bytes" for f in m.inputs}}
     code |= {f"{what}.{place}": h[:16] for what, hashes in content.items() for place, h in hashes.items()}
     return values | {"graph": m.graph_digest[:12]} | code | packages
 

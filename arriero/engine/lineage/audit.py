@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 import numpy as np
 from pydantic import ValidationError
@@ -37,8 +38,8 @@ from arriero.engine.lineage.tables import origins_of
 from arriero.engine.lineage.version_checks import held_out_prompts, tokens, weights, whole_batch
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.schemas.ledger import Trained
-from arriero.schemas.lineage import BatchEntry
-from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
+from arriero.schemas.lineage import BatchEntry, GroupEntry
+from arriero.schemas.messages import Batch, RolloutGroup, Sample, ScoredGroup
 
 
 def checks(*, staleness: int | None, producers: Mapping[str, str]) -> dict[str, Check]:
@@ -119,6 +120,27 @@ def _content(record: Lineage) -> Iterator[Finding]:
             yield Finding(check="content", where=name, what="is said to be redacted, and its text is there")
         elif name not in record.redacted and sha256(text) != other.text_sha256:
             yield Finding(check="content", where=name, what="its text was changed")
+    yield from _index(record)
+
+
+def _index(record: Lineage) -> Iterator[Finding]:
+    """Whether the space `index`, by which others find their way, says what the entries say."""
+    for place, groups in record.indexed:
+        where = f"the index at {place.part}/{place.start}"
+        rows = [
+            (g.arrays.part, start, length)
+            for g in groups
+            for start, length in zip(accumulate(g.lengths, initial=g.arrays.start), g.lengths, strict=False)
+        ]
+        rewards = [v for g in groups for v in (g.scores.values if g.scores else (math.nan,) * len(g.lengths))]
+        try:
+            found = record.index(place)
+        except (KeyError, ValueError, OSError) as error:
+            yield Finding(check="content", where=where, what=f"can't be read: {error!r:.120}")
+            continue
+        same_rows = np.array_equal(found["rows"], np.array(rows, np.int64))
+        if not same_rows or not np.array_equal(found["rewards"], rewards, equal_nan=True):
+            yield Finding(check="content", where=where, what="says other places or rewards than the record")
 
 
 def _valid_group(record: Lineage, name: str) -> Iterator[Finding]:
@@ -175,22 +197,30 @@ def _batch_findings(record: Lineage, step: Trained, batch: Batch, where: str) ->
     trained = record.trained_batch(step)
     if trained.origins != step.origins:
         yield Finding(check="steps", where=where, what="it was made from other prompts than its batch holds")
-    if (tokens := sum(int(s.mask.sum()) for s in trained.samples)) != step.tokens:
+    if (tokens := trained.trained_tokens) != step.tokens:
         yield Finding(check="steps", where=where, what=f"says {step.tokens} tokens, its batch has {tokens}")
     mean = float(np.mean([s.reward for s in trained.samples])) if trained.samples else 0.0
     if not math.isclose(mean, step.reward_mean, rel_tol=1e-9, abs_tol=1e-12):
         yield Finding(
             check="steps", where=where, what=f"says a mean reward of {step.reward_mean}, it is {mean}"
         )
-    for sample, group, rollout in zip(batch.samples, entry.group, entry.rollout, strict=True):
-        scores = record.groups[entry.groups[group]].scores if rollout >= 0 else None
-        if scores is not None and scores.values[rollout] != sample.reward:
-            yield Finding(
-                check="steps",
-                where=where,
-                what=f"rollout {rollout} of {sample.group} has reward {sample.reward} in the batch and "
-                f"{scores.values[rollout]} in its group",
-            )
+    for k, (sample, group, rollout) in enumerate(zip(batch.samples, entry.group, entry.rollout, strict=True)):
+        of = record.groups.get(entry.groups[group]) if rollout >= 0 else None
+        if of is not None and (what := _unlike(sample, of, rollout)):
+            yield Finding(check="steps", where=where, what=f"sample {k}: {what}")
+
+
+def _unlike(sample: Sample, group: GroupEntry, rollout: int) -> str:
+    """What a sample says otherwise than the rollout that it was made from; empty for nothing."""
+    told = f"rollout {rollout} of {sample.group} has"
+    reward = group.scores.values[rollout] if group.scores else sample.reward
+    if reward != sample.reward:
+        return f"{told} reward {sample.reward} in the batch and {reward} in its group"
+    if (degrees := group.temperatures[rollout]) != sample.temperature:
+        return f"{told} temperature {sample.temperature} in the batch and {degrees} in its group"
+    if sample.origin not in (origins := origins_of(group)):
+        return f"{told} prompt number {sample.origin} in the batch and {origins} in its group"
+    return ""
 
 
 def _changed_batch(record: Lineage, entry: BatchEntry) -> str:

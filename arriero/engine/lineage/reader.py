@@ -43,6 +43,7 @@ from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
 from arriero.schemas.run import RunOptions
 
 FOLDER = "lineage"
+_NOWHERE = Place(part=0, start=0, size=0)
 
 
 def record_url(place: str) -> str:
@@ -89,6 +90,9 @@ class Lineage:
             Anchor
         ] = []  # the heads since the record was closed: at first, and as it was redacted
         self.twice: list[str] = []  # ids recorded more than once on one edge
+        self.indexed: list[tuple[Place, list[GroupEntry]]] = []  # what each commit added to the space `index`
+        self._fresh: list[GroupEntry] = []  # groups with arrays of their own, since the last commit
+        self._arrays: set[tuple[int, int]] = set()
         self._walk = Walk()
         self._edges: set[tuple[str, str]] = set()
         # Versions that a changed trainer, going on without a checkpoint, makes again from recorded batches.
@@ -121,6 +125,9 @@ class Lineage:
                 self._once(entry.edge, name := entry.scores.id if entry.scores else entry.id)
                 self._replace(self.groups.get(name))
                 self.groups[name] = entry
+                if (place := (entry.arrays.part, entry.arrays.start)) not in self._arrays:
+                    self._arrays.add(place)
+                    self._fresh.append(entry)
             case BatchEntry():
                 self._once(entry.edge, entry.id)
                 self._replace(self.batches.get(entry.id))
@@ -135,6 +142,9 @@ class Lineage:
                 self.run.append(entry)
             case Opened():
                 self.opened = self.opened or entry
+            case Committed() if self._fresh:
+                self.indexed.append((entry.ends.get("index", _NOWHERE), self._fresh))
+                self._fresh = []
             case _:
                 pass
 
@@ -232,6 +242,10 @@ class Lineage:
     def text(self, place: Place) -> bytes:
         """The bytes as they stand there, the salt first."""
         return self._spaces.read("text", place, "bytes")["bytes"].tobytes() if place.size else b""
+
+    def index(self, place: Place) -> Columns:
+        """What the space `index` says of the rollouts of one commit."""
+        return self._spaces.read("index", place, "rows", "rewards")
 
     def group(self, name: str) -> ScoredGroup | RolloutGroup:
         """The record itself, as it was. KeyError for an unknown id."""
