@@ -8,14 +8,20 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
 
 from arriero.components.checkpoints import Checkpointer, Checkpoints, restore
 from arriero.components.optimizer import AdamW
@@ -215,3 +221,58 @@ def test_what_two_ranks_wrote_is_read_by_one_and_by_four(tmp_path: Path) -> None
     assert all(torch.equal(one.checkpoint()[name], expected[name]) for name in expected)
     (tmp_path / "store").unlink()
     run_ranks(read_split, tmp_path, ranks=4)
+
+
+# --- a store that hangs -----------------------------------------------------------------------------------
+
+
+class HangingStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Memory, but what it is asked to do doesn't come back before `goes_on` is set."""
+
+    protocol = "hanging"
+    goes_on = threading.Event()
+    asked: ClassVar[list[str]] = []
+
+    def put_file(self, lpath: str, rpath: str, *args: object, **kwargs: object) -> None:
+        self.asked.append(rpath)
+        self.goes_on.wait(60)
+        super().put_file(lpath, rpath)
+
+
+@pytest.fixture
+def hanging() -> Iterator[type[HangingStore]]:
+    fsspec.register_implementation("hanging", HangingStore, clobber=True)
+    HangingStore.goes_on.clear()
+    HangingStore.asked.clear()
+    yield HangingStore
+    HangingStore.goes_on.set()
+
+
+def test_training_goes_on_beside_a_store_that_hangs_and_ends_within_the_bound(
+    tmp_path: Path, hanging: type[HangingStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    counts: Counter[str] = Counter()
+    context = place(run_dir=tmp_path, count=lambda name, number: counts.update({name: number}))
+    config = Checkpoints(every=1, url=f"hanging://{secrets.token_hex(4)}", patience_s=0.3)
+    checkpointer = Checkpointer(state := state_of(), config, context)
+    began = time.monotonic()
+    steps(state, checkpointer, 3)
+    checkpointer.close(last=True)
+    assert time.monotonic() - began < 10
+    assert counts == {"checkpoints_failed": 3}
+    assert f"{config.url}/test/node didn't take shard-00001-model-" in caplog.text
+    assert "of version 1 within 0.3 s" in caplog.text
+    assert "hasn't answered for" in caplog.text
+    assert len(hanging.asked) == 1, "it is asked again only when it has answered"
+
+
+def test_a_store_that_answers_again_gets_the_next_checkpoint(
+    tmp_path: Path, hanging: type[HangingStore]
+) -> None:
+    config = Checkpoints(every=1, url=f"hanging://{secrets.token_hex(4)}", patience_s=0.3)
+    checkpointer = Checkpointer(state := state_of(), config, place(run_dir=tmp_path))
+    steps(state, checkpointer, 2)
+    hanging.goes_on.set()
+    steps(state, checkpointer, 1)
+    checkpointer.close(last=False)
+    assert CheckpointStore(f"{config.url}/test/node").newest() == 3

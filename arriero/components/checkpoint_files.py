@@ -49,6 +49,11 @@ def write_tensors(tensors: Mapping[str, Tensor], directory: Path, group: dist.Pr
         untyped[0].save(stored, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
+def num_files(tensors: Mapping[str, Tensor]) -> int:
+    """How many files tensors that one rank alone holds become, about."""
+    return 1 + sum(t.numel() * t.element_size() for t in tensors.values()) // _FILE_BYTES
+
+
 def _files(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
     """The number, from 1 on, of the file that each tensor of any rank goes to; rank 0's answer counts."""
     numbers: dict[str, int] = {}

@@ -5,8 +5,11 @@
 
 | who waits    | for what                                     | unblocked by                    |
 |--------------|----------------------------------------------|---------------------------------|
-| the trainer  | its own copy; at the end the last checkpoint | the memory; the disk            |
+| the trainer  | its own copy; at the end the last checkpoint | the memory; the disk, its bound |
 | a checkpoint | nobody: while one is written none is begun   |                                 |
+
+A store that hangs costs the checkpoints, not the run: each file may take `patience_s`, and the store isn't
+asked again before it has answered.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -21,13 +24,14 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.engine.checkpoints import CheckpointStore
+from arriero.engine.checkpoints import PATIENCE_S, CheckpointStore
 from arriero.engine.runtime.context import Context
 from arriero.schemas.checkpoints import CheckpointFile, CheckpointMark
 
@@ -46,12 +50,13 @@ class Checkpoints:
     """A checkpoint after every `every` steps and after the last one; 0: none. The newest `keep` stay.
 
     They stand in `checkpoints/` of the run directory, or in a folder named after the run at `url`, any URL of
-    fsspec, by node. All ranks must reach the same place.
+    fsspec, by node. All ranks must reach the same place. `patience_s` bounds the wait for each file.
     """
 
     every: NonNegativeInt = 20
     keep: PositiveInt = 2
     url: str = ""
+    patience_s: PositiveFloat = PATIENCE_S
 
     def problems(self) -> Iterable[str]:
         if not self.every and self.url:
@@ -61,13 +66,17 @@ class Checkpoints:
         """The URL of the checkpoints of one node of a run."""
         return f"{self.url.rstrip('/')}/{run_id}/{node}" if self.url else str(run_dir / "checkpoints" / node)
 
+    def store(self, context: Context) -> CheckpointStore:
+        """Those of the node whose context this is. Raises TimeoutError."""
+        return CheckpointStore(self.place(context.run_dir, context.run_id, context.node), self.patience_s)
+
 
 class Checkpointer:
     """Writes checkpoints of `state`; all ranks make it, and call it, together. `close` waits for the last."""
 
     def __init__(self, state: TrainState, config: Checkpoints, context: Context) -> None:
         self._state, self._config, self._context = state, config, context
-        self._store = CheckpointStore(config.place(context.run_dir, context.run_id, context.node))
+        self._store = config.store(context)
         self._group, self.ranks, self._writers = _groups(context.ranks)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._buffers: dict[str, Tensor] = {}
@@ -120,7 +129,7 @@ class Checkpointer:
 
     def _write(self, tensors: Mapping[str, Tensor], mark: CheckpointMark) -> None:
         """In the thread: the files, then the mark."""
-        from arriero.components.checkpoint_files import write_tensors, written_by
+        from arriero.components.checkpoint_files import num_files, write_tensors, written_by
         from arriero.engine.weights.ranks import first_says
 
         time.sleep(_PAUSE_S)
@@ -133,8 +142,9 @@ class Checkpointer:
         first_says(ranks, begun)
         with nullcontext(store.place(mark.version)) if store.local else tempfile.TemporaryDirectory() as at:
             directory = Path(at)
-            write_tensors(tensors, directory, self._group)
             try:
+                work = partial(write_tensors, tensors, directory, self._group)
+                store.patience.call(f"write version {mark.version}", work, times=num_files(tensors))
                 mine = store.take(mark.version, directory, written_by(ranks.rank, directory))
                 said = json.dumps({"files": [file.model_dump() for file in mine]}).encode()
             except OSError as error:  # told to all ranks, which wait for us

@@ -42,7 +42,7 @@ class Recovery:
         self.version = context.made[-1].version if context.made else 0
         if not context.made:
             return
-        store = CheckpointStore(checkpoints.place(context.run_dir, context.run_id, context.node))
+        store = checkpoints.store(context)
         if (found := _agreed(store, self._oldest_needed, self.version, ranks)) is not None:
             restore(state, store, found)
         _log.warning(

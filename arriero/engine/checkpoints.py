@@ -4,7 +4,7 @@
     <url>/<version>/checkpoint.json                                       the mark, written last
 
 Killed at any moment, a checkpoint has no mark or one that names every file with its hash. What has no mark,
-or isn't what its mark says, is passed over, and said.
+or isn't what its mark says, is passed over, and said. A store that doesn't answer raises TimeoutError.
 """
 
 from __future__ import annotations
@@ -13,25 +13,32 @@ import hashlib
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from pydantic import ValidationError
 
+from arriero.engine.patience import Patience
 from arriero.schemas.checkpoints import CheckpointFile, CheckpointMark
 
 MARK = "checkpoint.json"
+PATIENCE_S = 300.0
 _DIGITS = 9
 _log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints at `url`. Looking needs no torch; the files are what `checkpoint_files` writes."""
+    """The checkpoints at `url`. Looking needs no torch; the files are what `checkpoint_files` writes.
 
-    def __init__(self, url: str) -> None:
+    Each call of the store, and each file, may take `patience_s`.
+    """
+
+    def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
         found: Any = fsspec
-        self._fs, root = found.url_to_fs(url)
+        self.patience = Patience(f"the store of checkpoints {url}", patience_s)
+        self._fs, root = self.patience.call("connect", lambda: found.url_to_fs(url))
         self._root = str(root).rstrip("/")
         protocol: Any = self._fs.protocol
         self.local = "file" in ({protocol} if isinstance(protocol, str) else {*protocol})
@@ -43,7 +50,7 @@ class CheckpointStore:
     def versions(self) -> list[int]:
         """All that was begun, ascending, whole or not."""
         try:
-            found = self._fs.ls(self._root, detail=False)
+            found = self.patience.call("list", lambda: self._fs.ls(self._root, detail=False))
         except FileNotFoundError:
             return []
         names = [str(p).rstrip("/").rpartition("/")[2] for p in found]
@@ -53,7 +60,8 @@ class CheckpointStore:
         """Raises ValueError saying why there is none that counts; its files are not looked at."""
         path = f"{self.place(version)}/{MARK}"
         try:
-            found = CheckpointMark.model_validate_json(bytes(self._fs.cat_file(path)))
+            data = self.patience.call(f"read {path}", lambda: bytes(self._fs.cat_file(path)))
+            found = CheckpointMark.model_validate_json(data)
         except FileNotFoundError:
             raise ValueError("it wasn't written to its end") from None
         except ValidationError as error:
@@ -73,7 +81,7 @@ class CheckpointStore:
         for file in mark.files:
             path = f"{self.place(version)}/{file.name}"
             try:
-                size, digest = int(self._fs.size(path)), _sha256(self._fs, path)
+                size, digest = self.patience.call(f"read {path}", partial(_measured, self._fs, path))
             except FileNotFoundError:
                 return f"{file.name} is missing"
             if size != file.bytes:
@@ -97,7 +105,9 @@ class CheckpointStore:
 
     def remove(self, version: int) -> None:
         """The mark first, so that a checkpoint that is half removed doesn't count."""
-        path = self.place(version)
+        self.patience.call(f"remove version {version}", lambda: self._remove(self.place(version)))
+
+    def _remove(self, path: str) -> None:
         if self._fs.exists(f"{path}/{MARK}"):
             self._fs.rm_file(f"{path}/{MARK}")
         if self._fs.exists(path):
@@ -106,29 +116,38 @@ class CheckpointStore:
     def begin(self, version: int) -> None:
         """An empty directory for a version, in place of whatever was there."""
         self.remove(version)
-        self._fs.makedirs(self.place(version), exist_ok=True)
+        place = self.place(version)
+        self.patience.call(f"make {place}", lambda: self._fs.makedirs(place, exist_ok=True))
 
     def take(self, version: int, directory: Path, names: Sequence[str]) -> list[CheckpointFile]:
         """Put the files `names` of `directory` there for good; what the mark is to say of them."""
         files: list[CheckpointFile] = []
         for name in names:
-            path = directory / name
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                if self.local:
-                    os.fsync(file.fileno())
-            files.append(CheckpointFile(name=name, bytes=path.stat().st_size, sha256=digest))
-            if not self.local:
-                self._fs.put_file(str(path), f"{self.place(version)}/{name}")
+            work = partial(self._take, directory / name, f"{self.place(version)}/{name}")
+            files.append(self.patience.call(f"take {name} of version {version}", work))
         return files
+
+    def _take(self, path: Path, target: str) -> CheckpointFile:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if self.local:
+                os.fsync(file.fileno())
+        if not self.local:
+            self._fs.put_file(str(path), target)
+        return CheckpointFile(name=path.name, bytes=path.stat().st_size, sha256=digest)
 
     def fetch(self, version: int, directory: Path) -> None:
         """Copy the files of a version to `directory`."""
         for file in self.mark(version).files:
-            self._fs.get_file(f"{self.place(version)}/{file.name}", str(directory / file.name))
+            path = f"{self.place(version)}/{file.name}"
+            work = partial(self._fs.get_file, path, str(directory / file.name))
+            self.patience.call(f"read {path}", work)
 
     def commit(self, mark: CheckpointMark) -> None:
         """From now on it counts."""
+        self.patience.call(f"mark version {mark.version}", lambda: self._commit(mark))
+
+    def _commit(self, mark: CheckpointMark) -> None:
         data, path = mark.model_dump_json(indent=2).encode(), f"{self.place(mark.version)}/{MARK}"
         if not self.local:
             self._fs.pipe_file(path, data)
@@ -143,11 +162,15 @@ class CheckpointStore:
 
     def keep_newest(self, number: int) -> None:
         """Remove what is older than the newest `number` with a mark; what has none and is older goes too."""
-        marked = [v for v in self.versions() if self._fs.exists(f"{self.place(v)}/{MARK}")]
+        marked = [v for v in self.versions() if self._marked(v)]
         kept = marked[-number:]
         for version in self.versions():
             if kept and version < kept[0]:
                 self.remove(version)
+
+    def _marked(self, version: int) -> bool:
+        path = f"{self.place(version)}/{MARK}"
+        return self.patience.call(f"look for {path}", lambda: bool(self._fs.exists(path)))
 
     def forget_after(self, version: int) -> None:
         """Remove all that are newer than `version`."""
@@ -156,9 +179,10 @@ class CheckpointStore:
                 self.remove(newer)
 
 
-def _sha256(fs: Any, path: str) -> str:
+def _measured(fs: Any, path: str) -> tuple[int, str]:
+    """Bytes and SHA-256 of a file."""
     with fs.open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return int(fs.size(path)), hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_directory(path: Path) -> None:
