@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with one Python 3.11 to 3.13: it first sets up .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-vllm test test-slow chaos fuzz lint format bench clean
+.PHONY: help setup demo demo-vllm test test-slow test-slurm chaos fuzz lint format bench clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -27,6 +27,7 @@ help:
 	@echo "make demo-vllm  the same with vLLM as the engine"
 	@echo "make test       fast tests"
 	@echo "make test-slow  tests marked slow"
+	@echo "make test-slurm those of them that start a Slurm: as root, with Debian's packages"
 	@echo "make chaos      kill, stop and cut off processes of running graphs a hundred times (CHAOS=--faults 500)"
 	@echo "make fuzz       an hour of generated input for all that reads what others wrote (FUZZ=--seconds 60)"
 	@echo "make lint       ruff format --check, ruff check, mypy, pyright"
@@ -65,6 +66,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
+
+test-slurm: $(STAMP)
+	$(BIN)/pytest tests/slurm $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
