@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from arriero.components.forward import PolicyForward
+from arriero.components.labelled import LabelledSource
 from arriero.components.optimizer import AdamW
 from arriero.components.policy import load_policy, sample_logprobs
 from arriero.components.preferences import Preference, PreferenceBatch, PreferenceSource
@@ -112,9 +113,9 @@ def test_kto_learns_which_response_is_liked_also_on_prompts_it_has_not_seen(tmp_
     held_out = write_pairs(tmp_path / "held_out.jsonl", range(1, 100, 3))
     config = KTOConfig(
         model=model,
-        data=PreferenceSource(path=str(train)),
+        data=LabelledSource(path=str(train)),
         steps=25,
-        pairs_per_step=16,
+        examples_per_step=32,
         optimizer=AdamW(lr=5e-3),
     )
     graph = kto(config)

@@ -19,6 +19,7 @@ from arriero.components.advantages import (
     remax_advantage,
     whitened_tokens,
 )
+from arriero.components.batching import batch_of
 from arriero.components.masked import on_mask
 from arriero.components.waiting import Ready, Waiting
 from arriero.engine.graph import GraphView, Rates
@@ -160,8 +161,7 @@ class GroupAdvantage:
             samples = _whitened(samples, self.ddof)
         if self.best:
             samples = _weighed(samples, self.best)
-        origins = tuple(sorted({s.origin for s in samples if s.origin >= 0}))
-        return Batch(parents=tuple(g.id for g in groups), origins=origins, samples=samples)
+        return batch_of(samples)
 
     def _samples(self, record: ScoredGroup) -> tuple[Sample, ...] | Dropped:
         if record.group.prompt.split == "eval":
@@ -193,7 +193,7 @@ class GroupAdvantage:
                 rewards, baseline=self.baseline, std=self.std, ddof=self.ddof, eps=self.eps, lengths=lengths
             )
         samples = tuple(
-            _sample(record, rollout, score, float(advantage))
+            trained_sample(record, rollout, score, float(advantage))
             for (rollout, score), advantage in zip(usable, advantages, strict=True)
             if self.truncated == "train" or rollout.finish != "length"
         )
@@ -231,7 +231,8 @@ def _with_verdict(record: ScoredGroup) -> tuple[list[tuple[Rollout, Score]], str
     return usable, others[0].detail
 
 
-def _sample(record: ScoredGroup, rollout: Rollout, score: Score, advantage: float) -> Sample:
+def trained_sample(record: ScoredGroup, rollout: Rollout, score: Score, advantage: float) -> Sample:
+    """A scored rollout to be trained on, `advantage` on each of its sampled tokens."""
     return Sample(
         group=record.id,
         tokens=rollout.tokens,

@@ -116,6 +116,7 @@ def tokens_of(
     proximal_T = trained([torch.from_numpy(p).to(dtype) for p in case.proximal])
     converted |= {
         "proximal_T": proximal_T, "entropy_T": 1.0 - proximal_T, "multiplier": 1.0,
+        "kl_baseline": 0.2,
         "divergence_T": (logprobs_T - proximal_T).square(),
     }  # fmt: skip
     return dataclasses.replace(packed, **converted), logprobs_T

@@ -56,8 +56,8 @@ class PackedTokens:
 
     targets_T int64; advantages_T, weights_T, temperatures_T float32; behaviour_T float32 nats, None if any
     sample has none; sequence_T int64: the index in the batch of the sample it belongs to. Samples are never
-    cut. reference_T as behaviour_T; proximal_T, entropy_T, divergence_T (these two with gradient) and
-    multiplier are given by the trainer to a loss that needs them. versions_T int64: of the weights that
+    cut. reference_T as behaviour_T; proximal_T, entropy_T, divergence_T (these two with gradient), multiplier
+    and kl_baseline are given by the trainer to a loss that needs them. versions_T int64: of the weights that
     sampled the token; None as behaviour_T.
     """
 
@@ -73,6 +73,7 @@ class PackedTokens:
     divergence_T: Tensor | None = None
     versions_T: Tensor | None = None
     multiplier: float | None = None
+    kl_baseline: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 
-import numpy as np
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.batching import batch_of
 from arriero.components.formats import Row
 from arriero.components.row_source import RowSource
 from arriero.components.text_ids import TextIds, tokenizer_problems
@@ -70,37 +70,19 @@ class PreferenceBatch:
 
     async def run(self, preferences: Stream[Preference]) -> AsyncIterator[Batch | Dropped]:
         text = TextIds(self.model)
-        waiting: list[tuple[Sample, Sample]] = []
+        waiting: list[Sample] = []
         async for pair in preferences:
             found = (
-                self._sample(text, pair, pair.chosen, 1.0),
-                self._sample(text, pair, pair.rejected, -1.0),
+                text.sample(pair, pair.prompt, pair.chosen),
+                text.sample(pair, pair.prompt, pair.rejected, advantage=-1.0),
             )
             if (length := max(len(s.tokens) for s in found)) > self.max_length:
                 detail = f"{length} tokens, max_length is {self.max_length}"
                 yield Dropped(parent=pair.id, reason="too_long", detail=detail)
                 continue
-            waiting.append(found)
-            if len(waiting) == self.pairs:
-                yield _batch(waiting)
+            waiting += found
+            if len(waiting) == 2 * self.pairs:
+                yield batch_of(waiting)
                 waiting = []
         if waiting:
-            yield _batch(waiting)
-
-    def _sample(self, text: TextIds, pair: Preference, response: str, advantage: float) -> Sample:
-        prompt, answer = text.pair(pair.prompt, response)
-        length = len(prompt) + len(answer)
-        mask = np.arange(length) >= max(len(prompt), 1)  # nothing predicts the first token
-        return Sample(
-            group=pair.id,
-            tokens=np.array(prompt + answer, dtype=np.int32),
-            mask=mask,
-            advantages=np.where(mask, np.float32(advantage), np.float32(0)),
-            origin=pair.origins[0] if pair.origins else -1,
-        )
-
-
-def _batch(pairs: list[tuple[Sample, Sample]]) -> Batch:
-    samples = tuple(s for pair in pairs for s in pair)
-    origins = tuple(sorted({s.origin for s in samples if s.origin >= 0}))
-    return Batch(parents=tuple(chosen.group for chosen, _ in pairs), origins=origins, samples=samples)
+            yield batch_of(waiting)

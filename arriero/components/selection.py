@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from itertools import chain
 
-import numpy as np
 from pydantic import ConfigDict, FiniteFloat, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.advantage import trained_sample
+from arriero.components.batching import batch_of
 from arriero.engine.graph import Rates
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Batch, Dropped, Outcome, Rollout, Sample, Score, ScoredGroup
@@ -45,12 +47,12 @@ class BestResponses:
                 detail = f"no response with a reward of at least {self.at_least}"
                 yield Dropped(parent=group.id, reason="filtered", detail=detail)
                 continue
-            waiting.append([_sample(group, *pair, advantage=1.0) for pair in ranked[: self.keep]])
+            waiting.append([trained_sample(group, *pair, advantage=1.0) for pair in ranked[: self.keep]])
             if len(waiting) == self.groups:
-                yield _batch(waiting)
+                yield batch_of(chain(*waiting))
                 waiting = []
         if waiting:
-            yield _batch(waiting)
+            yield batch_of(chain(*waiting))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -68,24 +70,22 @@ class RankedPairs:
         return Rates(consumes={"scored": self.pairs})
 
     async def run(self, scored: Stream[ScoredGroup]) -> AsyncIterator[Batch | Dropped]:
-        waiting: list[list[Sample]] = []
+        waiting: list[Sample] = []
         async for group in scored:
             ranked = _ranked(group)
             if len(ranked) < 2 or ranked[0][1].value - ranked[-1][1].value <= self.margin:
                 detail = f"no two of {len(ranked)} rewards differ by more than {self.margin}"
                 yield Dropped(parent=group.id, reason="filtered", detail=detail)
                 continue
-            waiting.append(
-                [
-                    _sample(group, *ranked[0], advantage=1.0),
-                    _sample(group, *ranked[-1], advantage=-1.0),
-                ]
-            )
-            if len(waiting) == self.pairs:
-                yield _batch(waiting)
+            waiting += [
+                trained_sample(group, *ranked[0], advantage=1.0),
+                trained_sample(group, *ranked[-1], advantage=-1.0),
+            ]
+            if len(waiting) == 2 * self.pairs:
+                yield batch_of(waiting)
                 waiting = []
         if waiting:
-            yield _batch(waiting)
+            yield batch_of(waiting)
 
 
 def _ranked(group: ScoredGroup) -> list[Scored]:
@@ -96,25 +96,3 @@ def _ranked(group: ScoredGroup) -> list[Scored]:
         if score.outcome in (Outcome.OK, Outcome.WRONG) and not rollout.greedy and rollout.mask.any()
     ]
     return sorted(found, key=lambda pair: -pair[1].value)
-
-
-def _sample(group: ScoredGroup, rollout: Rollout, score: Score, *, advantage: float) -> Sample:
-    return Sample(
-        group=group.id,
-        tokens=rollout.tokens,
-        mask=rollout.mask,
-        advantages=np.where(rollout.mask, np.float32(advantage), np.float32(0)),
-        logprobs=rollout.logprobs,
-        versions=rollout.versions,
-        temperature=rollout.temperature,
-        reward=score.value,
-        truncated=rollout.finish == "length",
-        right=score.outcome is Outcome.OK,
-        origin=group.origins[0] if group.origins else -1,
-    )
-
-
-def _batch(groups: list[list[Sample]]) -> Batch:
-    samples = tuple(s for group in groups for s in group)
-    origins = tuple(sorted({s.origin for s in samples if s.origin >= 0}))
-    return Batch(parents=tuple(g[0].group for g in groups), origins=origins, samples=samples)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 
-import numpy as np
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.batching import batch_of
 from arriero.components.formats import Row
 from arriero.components.row_source import RowSource
 from arriero.components.text_ids import TextIds, tokenizer_problems
@@ -61,35 +61,18 @@ class SupervisedBatch:
         text = TextIds(self.model)
         samples: list[Sample] = []
         async for example in examples:
-            prompt, response = text.pair(example.prompt, example.response)
-            length = len(prompt) + len(response)
-            if length > self.max_length:
+            sample = text.sample(example, example.prompt, example.response)
+            if (length := len(sample.tokens)) > self.max_length:
                 detail = f"{length} tokens, max_length is {self.max_length}"
                 yield Dropped(parent=example.id, reason="too_long", detail=detail)
                 continue
-            samples.append(_sample(example, prompt, response))
+            samples.append(sample)
             if len(samples) == self.examples:
-                yield _batch(samples)
+                yield batch_of(samples)
                 samples = []
         if samples and not self.drop_last:
-            yield _batch(samples)
+            yield batch_of(samples)
         elif samples:
             for sample in samples:
                 detail = f"last {len(samples)} of {self.examples} examples"
                 yield Dropped(parent=sample.group, reason="filtered", detail=detail)
-
-
-def _batch(samples: list[Sample]) -> Batch:
-    origins = tuple(sorted({s.origin for s in samples if s.origin >= 0}))
-    return Batch(parents=tuple(s.group for s in samples), origins=origins, samples=tuple(samples))
-
-
-def _sample(example: Example, prompt: list[int], response: list[int]) -> Sample:
-    mask = np.arange(len(prompt) + len(response)) >= max(len(prompt), 1)  # nothing predicts the first token
-    return Sample(
-        group=example.id,
-        tokens=np.array(prompt + response, dtype=np.int32),
-        mask=mask,
-        advantages=mask.astype(np.float32),
-        origin=example.origins[0] if example.origins else -1,
-    )

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import JsonValue
 
 from arriero.engine.errors import UserError
+from arriero.schemas.messages import Record, Sample
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,6 +30,18 @@ class TextIds:
         if ids and ids[-1] == self._eos:
             ids = ids[:-1]  # some tokenizers end every text; here the text goes on
         return ids, [*self._tokenizer.encode(response, add_special_tokens=False).ids, self._eos]
+
+    def sample(self, record: Record, prompt: str, response: str, *, advantage: float = 1.0) -> Sample:
+        """`record` to be trained on: the response after the prompt, `advantage` on each of its tokens."""
+        asked, answered = self.pair(prompt, response)
+        mask = np.arange(len(asked) + len(answered)) >= max(len(asked), 1)  # nothing predicts the first token
+        return Sample(
+            group=record.id,
+            tokens=np.array(asked + answered, dtype=np.int32),
+            mask=mask,
+            advantages=np.where(mask, np.float32(advantage), np.float32(0)),
+            origin=record.origins[0] if record.origins else -1,
+        )
 
 
 def tokenizer_problems(model: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from arriero.components.checkpoints import Checkpointer, Checkpoints
 from arriero.components.compute import ComputeThread, own_device
 from arriero.components.health import Gate, HealthGates, judge
+from arriero.components.labelled import HasMismatched
 from arriero.components.losses import Aggregation, Facts, Loss, facts
 from arriero.components.mismatch import MismatchGate
 from arriero.components.model_directory import check_model_directory, head_problem, vocabulary_problem
@@ -112,6 +113,11 @@ class Trainer:
         loss = type(self.loss).__name__
         if "reference" in wants.needs and not view.upstream(ReferenceLogprobs):
             yield f"{loss} needs reference log-probabilities; put a ReferenceLogprobs before the trainer"
+        made = any(c.mismatched for c in view.upstream(HasMismatched))  # type: ignore[type-abstract]  # as below
+        if "kl_baseline" in wants.needs and not made:
+            yield f"{loss} reads mismatched responses, but nothing upstream makes them; set its kl"
+        if made and "kl_baseline" not in wants.needs:
+            yield f"mismatched responses aren't read by {loss}; set mismatched=false"
         yield from self._about_teacher("divergence" in wants.needs)
         if wants.needs & {"proximal", "multiplier"} and self.minibatches * self.epochs == 1:
             yield f"{loss} limits what later updates on a batch change; set minibatches or epochs above 1"

@@ -28,7 +28,15 @@ from arriero.components.adapters import trained
 from arriero.components.comparing import Taught
 from arriero.components.descent import Descent
 from arriero.components.forward import Predicted
-from arriero.components.losses import Aggregation, Bounded, Comparing, Loss, facts, sequence_weights
+from arriero.components.losses import (
+    Aggregation,
+    Bounded,
+    Comparing,
+    Loss,
+    facts,
+    reference,
+    sequence_weights,
+)
 from arriero.components.measures import Measures, over_updates, reward_spread
 from arriero.components.optimizer import SGD, AdamW, Muon
 from arriero.components.packing import MicroBatch, check_samples, pack, plan, read
@@ -116,13 +124,15 @@ class TrainState:
         minibatches, epochs = self._updates
         off_policy = all(s.logprobs is not None for s in batch.samples)
         self._check(batch)
+        batch, mismatched = _apart(batch)
         parts = [self.micro_batches(part) for part in _parts(batch, minibatches, self._facts.together)]
         if "proximal" in self._facts.needs and len(parts) * epochs > 1:
             parts = [[self._with_proximal(micro) for micro in micros] for micros in parts]
         digest = _digest(batch.samples)
+        beside = self.micro_batches(mismatched, ("sequence_sum", 0)) if mismatched.samples else []
         metrics = over_updates(
             [
-                self._update(micros, off_policy=off_policy, digest=digest, first=not (epoch or part))
+                self._update(micros, beside, off_policy=off_policy, digest=digest, first=not (epoch or part))
                 for epoch in range(epochs)
                 for part, micros in enumerate(parts)
             ]
@@ -134,12 +144,14 @@ class TrainState:
             metrics["reward_std"] = reward_spread(batch.samples)
         return metrics
 
-    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+    def micro_batches(
+        self, batch: Batch, aggregation: tuple[Aggregation, float] | None = None
+    ) -> list[MicroBatch]:
         """This rank's share of `batch`, on its device, weighed so that it is one update."""
         samples = batch.samples
-        aggregation, horizon = self._aggregation
+        how, horizon = aggregation or self._aggregation
         counts = np.array([s.mask.sum() for s in samples], dtype=np.int64)
-        weights = sequence_weights(counts, aggregation, horizon=horizon)
+        weights = sequence_weights(counts, how, horizon=horizon)
         layout = self.options.packing
         ranks, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
         shares = plan(
@@ -236,7 +248,9 @@ class TrainState:
         unread = sorted({s.group for s in samples if s.reference is None})
         if "reference" in self._facts.needs and unread:
             raise ValueError(f"{name} needs reference log-probabilities; the samples of {unread} have none")
-        if not any(s.mask.any() for s in samples):
+        if "kl_baseline" not in self._facts.needs and (odd := sum(s.mismatched for s in samples)):
+            raise ValueError(f"{odd} responses are mismatched, which {name} doesn't read")
+        if not any(s.mask.any() and not s.mismatched for s in samples):
             raise ValueError("trained tokens = 0 in the whole batch: every mask is empty")
 
     def _with_proximal(self, micro: MicroBatch) -> MicroBatch:
@@ -245,17 +259,24 @@ class TrainState:
         return replace(micro, tokens=replace(micro.tokens, proximal_T=logprobs_T))
 
     def _update(
-        self, micros: Sequence[MicroBatch], *, off_policy: bool, digest: int, first: bool
+        self,
+        micros: Sequence[MicroBatch],
+        beside: Sequence[MicroBatch],
+        *,
+        off_policy: bool,
+        digest: int,
+        first: bool,
     ) -> dict[str, float]:
-        """One optimizer update on all `micros` of all ranks, and its measures."""
+        """One optimizer update on all `micros` of all ranks, and its measures; `beside` is read before it."""
         bound = self._mismatch_bound
         fresh = self.version if first and bound is not None else None
         measures = Measures(self.model.device, off_policy=off_policy, fresh=fresh, bound=bound or 0.0)
         self._descent.clear()
+        kl_baseline = self._kl_baseline(beside) if "kl_baseline" in self._facts.needs else None
         for micro in micros:
             found = self._predicted(micro, self._taught(micro))
             logprobs_T, entropy_T = found.logprobs_T, found.entropy_T
-            micro = self._completed(micro, found)
+            micro = self._completed(micro, found, kl_baseline)
             loss = self._weighted(logprobs_T, micro)
             torch.autograd.backward(loss)
             with torch.no_grad():
@@ -264,12 +285,26 @@ class TrainState:
         metrics = measures.totals(self.group, digest=digest)
         metrics |= self._descent.update(metrics["loss"], version=self.version)
         self.weights.updated()
+        if kl_baseline is not None:
+            metrics["kl_baseline"] = kl_baseline
         if isinstance(self.loss, Bounded):
             metrics["multiplier"] = float(self._multiplier)
             self._multiplier.fill_(self.loss.relearned(metrics["multiplier"], metrics["kl"]))
         return metrics
 
-    def _completed(self, micro: MicroBatch, found: Predicted) -> MicroBatch:
+    @torch.no_grad()
+    def _kl_baseline(self, micros: Sequence[MicroBatch]) -> float:
+        """Mean over responses of log(pi/ref), at least 0; the same on all ranks, 0 without a response."""
+        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        for micro in micros:
+            logprobs_T, _ = self.logprobs(micro)
+            if len(logprobs_T):  # a dummy has no reference
+                total += ((logprobs_T - reference(micro.tokens)) * micro.tokens.weights_T).double().sum()
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return max(0.0, float(total))
+
+    def _completed(self, micro: MicroBatch, found: Predicted, kl_baseline: float | None) -> MicroBatch:
         """With what the forward pass itself gives to a loss that needs it."""
         tokens, needs = micro.tokens, self._facts.needs
         if "entropy" in needs:
@@ -280,6 +315,8 @@ class TrainState:
             tokens = replace(tokens, proximal_T=found.logprobs_T.detach())
         if "multiplier" in needs:
             tokens = replace(tokens, multiplier=float(self._multiplier))
+        if kl_baseline is not None:
+            tokens = replace(tokens, kl_baseline=kl_baseline)
         return replace(micro, tokens=tokens)
 
     def _weighted(self, logprobs_T: Tensor, micro: MicroBatch) -> Tensor:
@@ -290,6 +327,14 @@ class TrainState:
                 "a loss is per token, aggregation is apart"
             )
         return (losses_T * micro.tokens.weights_T).sum()
+
+
+def _apart(batch: Batch) -> tuple[Batch, Batch]:
+    """What is trained on, and the mismatched responses."""
+    if not any(s.mismatched for s in batch.samples):
+        return batch, batch.model_copy(update={"samples": ()})
+    trained, read = (tuple(s for s in batch.samples if s.mismatched == odd) for odd in (False, True))
+    return batch.model_copy(update={"samples": trained}), batch.model_copy(update={"samples": read})
 
 
 def _parts(batch: Batch, minibatches: int, together: int) -> list[Batch]:

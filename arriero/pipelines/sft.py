@@ -7,30 +7,22 @@ from dataclasses import field
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.checkpoints import Checkpoints
+from arriero.components.fixed_recipe import FixedDataConfig
 from arriero.components.losses import CrossEntropy
 from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.supervised import ExampleSource, SupervisedBatch
-from arriero.components.trainer import Trainer
-from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import Graph
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class SFTConfig:
+class SFTConfig(FixedDataConfig):
     """One step trains on `examples_per_step` examples of at most `max_length` tokens."""
 
-    model: str
     data: ExampleSource
     optimizer: Optimizer = field(default_factory=lambda: AdamW(lr=1e-5))
-    steps: PositiveInt = 100
     examples_per_step: PositiveInt = 32
     drop_last: bool = False  # the examples at the end that make no whole step; false: a smaller one
     max_length: PositiveInt = 512
-    ranks: PositiveInt = 1
-    token_budget: PositiveInt = 8192
-    training: TrainingOptions = field(default_factory=TrainingOptions)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
 
 def sft(cfg: SFTConfig) -> Graph:
@@ -41,14 +33,5 @@ def sft(cfg: SFTConfig) -> Graph:
         model=cfg.model, examples=cfg.examples_per_step, max_length=cfg.max_length, drop_last=cfg.drop_last
     )
     batches = g.add(batcher, name="batch")(examples)
-    trainer = Trainer(
-        model=cfg.model,
-        loss=CrossEntropy(),
-        steps=cfg.steps,
-        optimizer=cfg.optimizer,
-        token_budget=cfg.token_budget,
-        training=cfg.training,
-        checkpoints=cfg.checkpoints,
-    )
-    g.add(trainer, ranks=cfg.ranks)(batches)
+    g.add(cfg.trainer(CrossEntropy()), ranks=cfg.ranks)(batches)
     return g

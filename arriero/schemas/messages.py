@@ -208,7 +208,8 @@ class Sample(Message):
     `truncated`: the response ended at the limit of tokens, so something would have come after it. `right`:
     the reward's outcome was `ok`; `judged`: it was a verdict, and `reward` is one. `turns`:
     the parts of the reward that each turn of the policy earned, if they are known apart. `replayed`: it comes
-    from a replay buffer, which gives it out without regard to its age.
+    from a replay buffer, which gives it out without regard to its age. `mismatched`: the response was given
+    to another prompt; models read it, and it isn't trained on.
     `group` is the id of the record it came from, so that a whole group can be dropped from a batch.
     """
 
@@ -227,6 +228,7 @@ class Sample(Message):
     right: bool = False
     judged: bool = True
     replayed: bool = False
+    mismatched: bool = False
     origin: int = -1
 
     @model_validator(mode="after")
@@ -266,6 +268,11 @@ class Batch(Record):
     @property
     def oldest_version(self) -> int | None:
         return oldest(s.oldest_version for s in self.samples)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that a step on it is made from; mismatched responses are only read."""
+        return sum(int(s.mask.sum()) for s in self.samples if not s.mismatched)
 
     def without(self, groups: frozenset[str]) -> Batch:
         """The batch without the samples of `groups`, which are no longer among its parents."""

@@ -35,6 +35,7 @@ from arriero.components.losses.loss import (
     Loss,
     Need,
     facts,
+    reference,
 )
 from arriero.components.losses.masking import OffPolicyMask
 from arriero.components.losses.penalty import WithEntropy, WithKL, kl_estimate, kl_penalty
@@ -89,6 +90,7 @@ __all__ = [
     "kl_penalty",
     "kto_loss",
     "of_mean_one",
+    "reference",
     "reverse_kl",
     "sequence_weights",
     "value_loss",

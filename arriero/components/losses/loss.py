@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from arriero.components.packing import PackedTokens
 
-Need: TypeAlias = Literal["proximal", "reference", "entropy", "divergence", "multiplier"]
+Need: TypeAlias = Literal["proximal", "reference", "entropy", "divergence", "multiplier", "kl_baseline"]
 
 # Limits of a ratio: at least 1 - low, and a factor above 1 where a dual clip is set.
 ClipLow: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
@@ -67,7 +67,8 @@ class Facts:
     needs: what `PackedTokens` must hold beyond advantages and behaviour. proximal: log-probabilities at the
     weights before the first update on the batch; reference: those of a fixed model; entropy: of the policy
     at each token, with gradient; divergence: from the trainer's teacher at each token, with gradient, see
-    `Comparing`; multiplier: a number that is learned beside the weights, see `Bounded`.
+    `Comparing`; multiplier: a number that is learned beside the weights, see `Bounded`; kl_baseline: the mean
+    of log(pi/ref) over the mismatched responses of the batch, at least 0.
     together: how many samples in a row make one term (2 for pairs); they are never parted. by_sequence: every
     token has the loss of its whole sequence or pair. policy_gradient: on fresh data its gradient is that of
     `-A log pi`.

@@ -107,31 +107,37 @@ class DPO(Unclipped):
 class KTO(Unclipped):
     """The preference loss of single responses: liked where the advantage is > 0, disliked where it is < 0.
 
-    Every token has the loss of its sequence, so `sequence_mean` is the right aggregation. `kl` is the point
-    from which gains and losses are counted, in nats of log(pi/ref); the paper estimates it from the batch,
-    which would make a sequence's loss depend on its neighbours. `liked` and `disliked` weigh the two kinds.
+    A response weighs as much as its advantage is large, times `liked` or `disliked`. Every token has the loss
+    of its sequence, so `sequence_mean` is the right aggregation. `kl` is the point from which gains and
+    losses are counted, in nats of log(pi/ref); None: what mismatched responses of the batch say of the policy
+    of now, without gradient, as in the paper.
     Source: arXiv:2402.01306.
     """
 
     beta: PositiveFloat = 0.1
-    kl: NonNegativeFloat = 0.0
+    kl: NonNegativeFloat | None = None
     liked: PositiveFloat = 1.0
     disliked: PositiveFloat = 1.0
     needs_behaviour: ClassVar[bool] = False
     ratio_control: ClassVar[bool] = True
-    needs: ClassVar[frozenset[Need]] = frozenset({"reference"})
     by_sequence: ClassVar[bool] = True
     policy_gradient: ClassVar[bool] = False
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"reference", "kl_baseline"} if self.kl is None else {"reference"})
+
     def __call__(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
         full_precision(logprobs_T)
+        if (kl := tokens.kl_baseline if self.kl is None else self.kl) is None:
+            raise ValueError("this loss needs kl_baseline, which the trainer computes; or set its kl")
         per_sequence = PerSequence(tokens.sequence_T)
-        sign_S = per_sequence.mean(tokens.advantages_T.sign())
+        advantage_S = per_sequence.mean(tokens.advantages_T)
         loss_S = kto_loss(
-            per_sequence.sum(logprobs_T - reference(tokens)), sign_S > 0,
-            kl=self.kl, beta=self.beta, liked=self.liked, disliked=self.disliked,
+            per_sequence.sum(logprobs_T - reference(tokens)), advantage_S > 0,
+            kl=kl, beta=self.beta, liked=self.liked, disliked=self.disliked,
         )  # fmt: skip
-        return per_sequence.spread(loss_S.where(sign_S != 0, 0.0))
+        return per_sequence.spread(advantage_S.abs() * loss_S)
 
 
 def _log_sigmoid(x: Tensor) -> Tensor:
