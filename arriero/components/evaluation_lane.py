@@ -7,7 +7,7 @@ So an evaluation is of one version, however many come while it goes on, and nobo
 
 | a held-out prompt | moved by                                                                            |
 |-------------------|-------------------------------------------------------------------------------------|
-| waits             | `add`; until there is room, and its version is in use                                |
+| waits             | `takes`; until there is room, and its version is in use                                |
 | is sampled        | `step`; the engine takes the next version only when it is idle                       |
 | is dropped        | `step`, if its version isn't to be had any more: it is missing, and never of another |
 """
@@ -15,7 +15,7 @@ So an evaluation is of one version, however many come while it goes on, and nobo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from arriero.components.weight_intake import Computes, WeightIntake
@@ -23,7 +23,6 @@ from arriero.engine.stream import Stream
 from arriero.schemas.messages import Dropped, Prompt, Weights
 
 R_co = TypeVar("R_co", covariant=True)
-R = TypeVar("R")
 
 
 class Evaluates(Protocol[R_co]):
@@ -50,20 +49,12 @@ class Evaluates(Protocol[R_co]):
 
 
 class EvaluationLane(Generic[R_co]):
-    """Evaluations, one after the other; used by one coroutine. `opened` loads the engine, at the first.
-
-    `alone`: one prompt at a time, so that no result depends on its neighbours.
-    """
+    """Evaluations, one after the other; used by one coroutine. `opened` loads the engine, at the first."""
 
     def __init__(
-        self,
-        weights: Stream[Weights],
-        compute: Computes,
-        opened: Callable[[], Evaluates[R_co]],
-        *,
-        alone: bool = False,
+        self, weights: Stream[Weights], compute: Computes, opened: Callable[[], Evaluates[R_co]]
     ) -> None:
-        self._weights, self._compute, self._opened, self._alone = weights, compute, opened, alone
+        self._weights, self._compute, self._opened = weights, compute, opened
         self._work: Evaluates[R_co] | None = None
         self._intake: WeightIntake | None = None
         self._waiting: deque[Prompt] = deque()
@@ -72,20 +63,12 @@ class EvaluationLane(Generic[R_co]):
     def busy(self) -> bool:
         return bool(self._waiting) or (self._work is not None and not self._work.idle)
 
-    @property
-    def waiting(self) -> int:
-        """Prompts that aren't begun."""
-        return len(self._waiting)
-
     def takes(self, prompt: Prompt) -> bool:
         """Take up a held-out prompt that is sent during training; no other belongs here."""
         mine = prompt.split == "eval" and prompt.min_version > 0
         if mine:
-            self.add(prompt)
+            self._waiting.append(prompt)
         return mine
-
-    def add(self, prompt: Prompt) -> None:
-        self._waiting.append(prompt)
 
     async def step(self) -> Sequence[R_co | Dropped]:
         """Begin what may be begun, and decode one token of what is under way."""
@@ -99,31 +82,11 @@ class EvaluationLane(Generic[R_co]):
                 gone = [p for p in self._waiting if p.min_version == version]
                 self._waiting = deque(p for p in self._waiting if p.min_version != version)
                 return [Dropped(parent=p.id, reason="stale", detail=why) for p in gone]
-        while self._begins(work):
+        while self._waiting and self._waiting[0].min_version == work.version and work.has_room:
             if (refused := work.add(self._waiting.popleft())) is not None:
                 out.append(refused)
         return out if work.idle else [*out, *await self._compute(work.step)]
 
-    def _begins(self, work: Evaluates[R_co]) -> bool:
-        """Whether the next prompt may begin: there is room, and it is of the version in use."""
-        if not self._waiting or self._waiting[0].min_version != work.version:
-            return False
-        return work.idle if self._alone else work.has_room
-
     async def close(self) -> None:
         if self._work is not None:
             await self._compute(self._work.close)
-
-
-async def held_out_only(prompts: Stream[Prompt], lane: EvaluationLane[R]) -> AsyncIterator[R | Dropped]:
-    """All of a replica that samples nothing else."""
-    while True:
-        while not lane.waiting and (prompt := prompts.poll()) is not None:
-            lane.add(prompt)
-        if not lane.busy:
-            if (prompt := await prompts.next()) is None:
-                return
-            lane.add(prompt)
-            continue
-        for record in await lane.step():
-            yield record

@@ -5,8 +5,8 @@ into free slots, and gives the groups that are complete. In deterministic mode i
 with exactly the version the group was admitted for, so that nothing depends on timing or on neighbours.
 
 Held-out prompts are sampled by exactly the version that they were sent for. Those of an evaluation during
-training go to an engine beside (`EvaluationLane`) where there can be one: with `engine=transformers` on
-devices of its own. Else, and before and after training, this one keeps its weights until they are done.
+training go to an engine of their own (`EvaluationLane`), or this one keeps its weights until they are done,
+as it does before and after training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from arriero.components.model_directory import check_model_directory, context_le
 from arriero.components.placement import DevicePlacement, Devices
 from arriero.components.prompt_queue import PromptQueue
 from arriero.components.prompts import PromptSource
-from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCache
+from arriero.components.rollout_engine import EngineName, EnginePrecision, EvaluationEngine, KVCache
 from arriero.components.sampling import Sampling
 from arriero.components.stragglers import Stragglers
 from arriero.components.vllm_options import VLLMOptions
@@ -55,7 +55,9 @@ class Generator:
     engine's weights; the trainer's are cast to it as they arrive. `standby`: new weights are made ready
     beside those in use while decoding goes on, and then change places with them, which takes their memory
     once more. `greedy_baseline`: a prompt that is trained on gets one greedy rollout more, for
-    `GroupAdvantage(baseline="greedy")`.
+    `GroupAdvantage(baseline="greedy")`. `evaluation_engine` samples held-out prompts during training: its
+    `own` is a second one, which takes the memory of one more; the `same` keeps its weights meanwhile, so that
+    prompts which need newer ones wait. `auto`: `own` for transformers on devices of its own, else `same`.
     """
 
     model: str
@@ -71,6 +73,7 @@ class Generator:
     precision: EnginePrecision = "float32"
     standby: bool = False
     greedy_baseline: bool = False
+    evaluation_engine: EvaluationEngine = "auto"
     stragglers: Stragglers = field(default_factory=Stragglers)
     placement: DevicePlacement = field(default_factory=DevicePlacement)
     computes: ClassVar[bool] = True
@@ -96,6 +99,8 @@ class Generator:
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from self.placement.problems(staleness=view.staleness, standby=self.standby)
+        if self.evaluation_engine == "own" and self.placement.devices == "turns":
+            yield "evaluation_engine=own with placement.devices=turns: there is no turn for it; use same"
         yield from self.stragglers.problems(
             replicas=view.replicas, max_new_tokens=self.sampling.max_new_tokens
         )
@@ -172,10 +177,13 @@ class Generator:
     def evaluates_beside(self, context: Context) -> bool:
         """Whether evaluations during training get an engine of their own in this process.
 
-        vLLM has no room for a second one on its devices; a deterministic run decodes in turn anyway.
+        A deterministic run decodes in turn anyway.
         """
-        own = self.engine == "transformers" and self.placement.devices == "apart"
-        return bool(context.evaluates_every) and own and not context.deterministic
+        chosen = self.evaluation_engine
+        if chosen == "auto":
+            apart = self.engine == "transformers" and self.placement.devices == "apart"
+            chosen = "own" if apart else "same"
+        return chosen == "own" and bool(context.evaluates_every) and not context.deterministic
 
     def _lane(
         self, weights: Stream[Weights], context: Context, compute: Devices

@@ -18,7 +18,7 @@ from arriero.components.placement import DevicePlacement
 from arriero.components.prompts import PromptSource
 from arriero.components.publisher import WeightPlane
 from arriero.components.rewards import ExactMatch, Reward
-from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCache
+from arriero.components.rollout_engine import EngineName, EnginePrecision, EvaluationEngine, KVCache
 from arriero.components.sampling import Sampling
 from arriero.components.stragglers import Stragglers
 from arriero.components.trainer import Trainer
@@ -54,6 +54,7 @@ class SampledConfig:
     kv_cache: KVCache = "keep"  # of running responses, when new weights come
     generator_precision: EnginePrecision = "float32"
     standby: bool = False  # new weights arrive beside those that generators use
+    evaluation_engine: EvaluationEngine = "auto"  # for held-out prompts during training
     stragglers: Stragglers = field(default_factory=Stragglers)
     mismatch: MismatchGate = field(default_factory=MismatchGate)
     health: HealthGates = field(default_factory=HealthGates)
@@ -65,7 +66,8 @@ class SampledConfig:
         return Generator(
             model=self.model, samples=self.samples, sampling=self.sampling, chat=self.chat, slots=self.slots,
             engine=self.engine, vllm=self.vllm, kv_cache=self.kv_cache, precision=self.generator_precision,
-            standby=self.standby, stragglers=self.stragglers, placement=self.placement,
+            standby=self.standby, evaluation_engine=self.evaluation_engine, stragglers=self.stragglers,
+            placement=self.placement,
         )  # fmt: skip
 
     def trainer(

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 EngineName = Literal["transformers", "vllm"]
 
+EvaluationEngine = Literal["auto", "own", "same"]
+"""What samples held-out prompts while training goes on."""
+
 Finish = Literal["stop", "length", "error"]
 
 KVCache = Literal["keep", "recompute"]
