@@ -60,7 +60,7 @@ class PolicyLogprobs:
             raise RuntimeError(f"{context.node} doesn't fire once per version; put it before the critic")
         with ComputeThread("policy") as compute:
             follower = await compute(_Follower, self, context)
-            intake = WeightIntake(weights, follower, compute, standby=False)
+            intake = WeightIntake(weights, follower, compute, beside=False)
             try:
                 async for batch in batches:
                     version = await context.next_version()
