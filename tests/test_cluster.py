@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from torchx.specs import AppDef
 
 from arriero.engine.errors import GraphError, UserError
 from arriero.launchers import jobs
 from arriero.launchers.cluster import Plan, cluster_app, plan, scheduler_name
+from arriero.launchers.conduct import PREEMPTED
 from arriero.launchers.profile import (
     KubernetesNeeds,
     Profile,
@@ -306,6 +309,26 @@ def test_a_job_with_everything_is_valid_for_kubernetes() -> None:
     assert {"name": "mount-1", "mountPath": "/data", "readOnly": True} in container["volumeMounts"]
     assert (hub["template"]["spec"]["restartPolicy"], spec["restartPolicy"]) == ("Never", "OnFailure")
     assert container["command"][-4:] == ["--replica", "VC_TASK_INDEX", "--ranks", "2"]
+
+
+def test_the_plain_jobs_of_the_documentation_are_valid_with_the_templates_of_a_run() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate").validate
+    page = (Path(__file__).parents[1] / "docs" / "kubernetes.md").read_text()
+    generator, hub, index = (
+        yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    )
+    tasks = {t["name"]: t for t in volcano_job(placed(EVERYTHING, generators=4))["spec"]["tasks"]}
+    for job in (generator, hub):
+        template = tasks[job["metadata"]["name"].removeprefix("RUN-")]["template"]
+        template["spec"].pop("schedulerName", None)
+        template["spec"]["containers"][0]["env"].append(index)
+        job["spec"]["template"] = template
+        validate({**job, "metadata": {**job["metadata"], "name": "run"}}, "1.34", strict=True)
+        assert job["spec"]["suspend"]
+    assert generator["spec"]["completions"] == tasks["generator"]["replicas"]
+    # Only a pod that never restarts by itself may have a policy for its failures.
+    assert hub["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    assert hub["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [PREEMPTED, 137]
 
 
 def test_a_thousand_replicas_are_one_task_and_fit_into_what_a_server_takes() -> None:

@@ -1,9 +1,11 @@
 """What is shipped: one copy of every module, under the name arriero, with its types."""
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -117,6 +119,13 @@ def test_ruff_refuses_to_import_a_package_by_its_bare_name(statement: str, link:
     assert verdict.returncode == 1
     assert "TID251" in verdict.stdout
     assert f"Import arriero.{link}" in verdict.stdout
+
+
+def test_the_recipe_of_the_image_names_extras_that_there_are() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"EXTRAS=([\w,-]+)", (ROOT / "Containerfile").read_text())
+    assert len(named) == 2
+    assert {extra for words in named for extra in words.split(",")} <= extras.keys()
 
 
 def test_ruff_accepts_the_full_name() -> None:
