@@ -16,8 +16,9 @@ from arriero.engine.runtime.journal import record
 from arriero.engine.runtime.ledger import Ledger
 from arriero.launchers.failures import Failure
 from arriero.launchers.progress import Quiet
-from arriero.launchers.reporter import Reporter, step_line
+from arriero.launchers.reporter import Reporter
 from arriero.launchers.rundir import create
+from arriero.launchers.step_lines import step_line
 from arriero.launchers.summary import Account, result_screen
 from arriero.launchers.vitals import Vitals
 from arriero.schemas.ledger import EVENT, LEDGER_LOG, Admitted, DroppedEvent, Evaluated, Event, Trained

@@ -17,9 +17,9 @@ from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.shards import Shards
 from arriero.engine.runtime.ledger import Ledger, LedgerError
-from arriero.launchers.reporter import measured
 from arriero.launchers.rundir import MARKS, RunDir
 from arriero.launchers.stamping import model_sha256, stamps
+from arriero.launchers.step_lines import measured
 from arriero.launchers.summary import Account
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import EVENT, Event, Resumed

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from arriero.engine.errors import UserError
 from arriero.launchers.keys import layout
 from arriero.launchers.resolver import COMMAND_LINE, Given, resolve_assignments
+from arriero.schemas.run import SinkName
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -46,6 +47,9 @@ class Arguments:
     max_dead_letters: NonNegativeInt = 0  # records that may fail for good before the run does
     record: bool = True  # keep the lineage: every rollout, batch and version, for audit and questions
     record_url: str = ""  # where: any fsspec URL; default lineage/ in the run directory
+    sinks: tuple[SinkName, ...] = ("tensorboard",)  # who gets every measure of every step
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None  # for Prometheus; 0: a free one
+    metrics_host: str = "127.0.0.1"  # address that it is served on, to whoever can reach it
     quiet: bool = False  # print the final result only
     picture: Path | None = None  # check: write the graph's picture to FILE.svg or FILE.mmd
     json: bool = False  # check: print the graph, eval: the result, as JSON and nothing else

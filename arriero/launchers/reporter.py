@@ -1,6 +1,6 @@
 """The record of a run while it goes on, and its summary: whatever the ledger says, written as it comes.
 
-ledger log, heartbeats, edge depths -> ledger, metrics, timeline (.jsonl), tensorboard/ -> summary.json
+ledger log, heartbeats, edge depths -> ledger, metrics, timeline (.jsonl), sinks -> summary.json
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.graph import Graph
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.engine.runtime.source import steps
-from arriero.launchers.board import Board
 from arriero.launchers.failures import Failure, dead_letters, raised
 from arriero.launchers.health import Health
 from arriero.launchers.progress import Display, View
+from arriero.launchers.prometheus import exposition
 from arriero.launchers.resuming import read_history
 from arriero.launchers.rundir import RunDir, write_json
+from arriero.launchers.sinks import Sinks
+from arriero.launchers.step_lines import Line, scalars, step_line
 from arriero.launchers.summary import Account, State
 from arriero.launchers.timeline import Timeline
 from arriero.launchers.vitals import Vitals
@@ -38,9 +40,6 @@ if TYPE_CHECKING:
 _DRAIN_S = 1.0
 _log = logging.getLogger(__name__)
 
-Number = float | int | None
-Line = dict[str, "Number | dict[str, Number] | dict[str, dict[str, Number]]"]
-
 
 class Reporter:
     """Follows one run. `fail` is told when more dead letters come than the options allow."""
@@ -49,6 +48,7 @@ class Reporter:
         self, spec: GraphSpec, options: RunOptions, run: RunDir, *, vitals: Vitals, display: Display,
         fail: Callable[[Failure], None], recording: Recording | None = None,
     ) -> None:  # fmt: skip
+        self._exposition = exposition(spec, options, run)  # first: its port may be taken
         self._recording = recording
         self._spec, self._options, self._run = spec, options, run
         self._vitals, self._display, self._fail = vitals, display, fail
@@ -60,9 +60,10 @@ class Reporter:
         self._last_drop: DroppedEvent | None = None
         self._last = b""
         self._newest: Trained | None = None
+        self._newest_line: Line = {}
         self._past = len(read_history(run)[1])  # events to come that are in the files already
         self._files: list[TextIO] = [run.ledger.open("a"), run.metrics.open("a")]
-        self._board = Board(run.tensorboard)
+        self._sinks = Sinks(options.sinks, run)
         self._health = Health(spec)
         self._timeline = Timeline(run.timeline)
 
@@ -101,6 +102,8 @@ class Reporter:
             self._account.heartbeat(pulse.status)
         self._timeline.look(self._vitals)
         write_json(self._run.vitals, self._vitals.written(self._spec, self._account.steps))
+        if self._exposition is not None:
+            self._exposition.look(self._vitals, self.ledger, self._newest_line, self._health.warned)
         self._display.update(self._view())
 
     def ended(self, counts: Mapping[tuple[str, int], Mapping[str, int]]) -> None:
@@ -138,10 +141,12 @@ class Reporter:
             write_json(self._run.summary, summary)
             for file in self._files:
                 file.close()
-            self._board.close()
             self._timeline.close()
+            self._sinks.close()
         except OSError as problem:
             summary = self._incomplete(summary, problem)
+        if self._exposition is not None:
+            self._exposition.close()
         self._display.close()
         return summary
 
@@ -214,8 +219,8 @@ class Reporter:
         line = step_line(event, self._vitals) | {"evaluation": self._account.evaluations.newest()}
         line |= self._health.step(event, self._vitals, self._warned)
         print(json.dumps(line), file=self._files[1], flush=True)
-        for tag, value in scalars(line):
-            self._board.add_scalar(tag, value, event.version)
+        self._sinks.step(event.version, time.time(), scalars(line))
+        self._newest_line = line
 
     def _warned(self, finding: Finding) -> None:
         """A gate has something to say that it didn't say of the step before."""
@@ -232,75 +237,3 @@ class Reporter:
             tokens_per_s=self._account.tokens_per_s(),
             vitals=self._vitals,
         )
-
-
-def step_line(event: Trained, vitals: Vitals) -> Line:
-    """One line of metrics.jsonl: a version and the state of the run when it was made. Not finite is null."""
-    return {
-        "step": event.version,
-        "time": time.time(),
-        **measured(event),
-        "queues": dict[str, Number](vitals.queues()),
-        "roles": roles(vitals),
-        "nodes": nodes(vitals),
-    }
-
-
-def measured(event: Trained) -> dict[str, Number]:
-    """What of its line the ledger knows."""
-    return {
-        "reward": event.reward_mean,
-        "loss": _finite(event.metrics.get("loss")),
-        **{k: _finite(v) for k, v in event.metrics.items() if k != "loss"},
-        "staleness_max": event.staleness_max,
-        "staleness_mean": event.staleness_mean,
-        "tokens": event.tokens,
-    }
-
-
-def roles(vitals: Vitals) -> dict[str, dict[str, Number]]:
-    """Busy and idle seconds and tokens per second of each role so far, summed over its replicas."""
-    found: dict[str, dict[str, Number]] = {}
-    for pulse in vitals.pulses.values():
-        if pulse.status.rank:
-            continue
-        role = found.setdefault(pulse.status.role, {"busy_s": 0.0, "idle_s": 0.0, "tokens_per_s": 0.0})
-        for node in pulse.status.nodes:
-            span = node.busy_s + node.idle_s
-            for key, value in (
-                ("busy_s", node.busy_s),
-                ("idle_s", node.idle_s),
-                ("tokens_per_s", node.tokens / span if span else 0.0),
-            ):
-                role[key] = (role[key] or 0.0) + value
-    return found
-
-
-def nodes(vitals: Vitals) -> dict[str, dict[str, Number]]:
-    """Busy seconds and records taken and given of each node so far, summed over its replicas."""
-    found: dict[str, dict[str, Number]] = {}
-    for pulse in vitals.pulses.values():
-        for node in () if pulse.status.rank else pulse.status.nodes:
-            sums = found.setdefault(node.node, {"busy_s": 0.0, "taken": 0, "given": 0})
-            for key, value in (("busy_s", node.busy_s), ("taken", node.taken), ("given", node.given)):
-                sums[key] = (sums[key] or 0) + value
-    return found
-
-
-def scalars(line: Line) -> list[tuple[str, float]]:
-    """The numbers of a step under the names that TensorBoard groups by."""
-    found: list[tuple[str, float]] = []
-    for key, value in line.items():
-        if key == "nodes":
-            continue  # what `roles` shows, in the form that `arriero plan --from` reads
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                pairs = inner.items() if isinstance(inner, dict) else [("", inner)]
-                found += [(f"{key}/{name}/{k}".rstrip("/"), float(v)) for k, v in pairs if v is not None]
-        elif value is not None and key not in ("step", "time"):
-            found.append((f"train/{key}", float(value)))
-    return found
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -10,12 +10,15 @@ from arriero.schemas.evaluation import EvaluationReport
 from arriero.schemas.lineage import Anchor
 from arriero.schemas.messages import Message
 
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
+
 
 class RunOptions(Message):
     """How a graph is run, apart from the graph. Written to the run directory, read by every role.
 
     `wait_bound_s` bounds every wait for a record, a place or a version; `liveness_s` the age of a heartbeat.
     `claims_url`: where the hosts of a cluster find payloads too large for an edge; empty: memory of one host.
+    `metrics_port`: where Prometheus finds the run; None: nowhere.
     """
 
     run_id: str
@@ -32,6 +35,9 @@ class RunOptions(Message):
     record: bool = False
     record_url: str = ""
     claims_url: str = ""
+    sinks: tuple[SinkName, ...] = ("tensorboard",)
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    metrics_host: str = "127.0.0.1"
 
 
 class NodeStatus(Message):

@@ -12,13 +12,11 @@ from typing import cast
 from pydantic import JsonValue
 
 from arriero.engine.errors import UserError
-from arriero.launchers.reporter import Line, scalars
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.runs import flat
+from arriero.launchers.step_lines import Line, Scalars, scalars
 from arriero.schemas.manifest import RunManifest
 from arriero.schemas.run import RunSummary
-
-Scalars = list[tuple[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 from arriero.engine.errors import UserError
 from arriero.engine.picture import Live
 from arriero.launchers.look import Look, Now, last_lines
-from arriero.launchers.reporter import Line, scalars
 from arriero.launchers.rundir import RunDir
+from arriero.launchers.step_lines import Line, scalars
 
 _EVERY_S = 1.0
 _ALIVE_S = 15.0  # something is sent at least so often, or a reader that has left is never noticed
