@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -82,6 +83,43 @@ def test_openlineage_events_are_valid_and_their_facets_those_of_the_client(
     broken = events[0]["run"] | {"runId": "7"}
     with pytest.raises(ValueError, match="UUID"):
         taken_by_the_client(broken, library.Run)
+
+
+def test_openlineage_events_are_valid_by_its_json_schema(run: RunDir, tmp_path: Path) -> None:
+    spec = Path(os.environ.get("OPENLINEAGE_SPEC", "/nowhere"))
+    if not (spec / "OpenLineage.json").is_file():
+        pytest.skip("OPENLINEAGE_SPEC doesn't name the folder spec/ of a checkout of OpenLineage")
+    files = (spec / "OpenLineage.json", *(spec / "facets").glob("*.json"))
+    schemas = {p.name: json.loads(p.read_text()) for p in files}
+
+    def schema(uri: str) -> Any:
+        # A facet may refer to another version of the core than the one that is there.
+        return referencing.Resource.from_contents(schemas[uri.rpartition("/")[2]])
+
+    referencing: Any = import_module("referencing")
+    library: Any = import_module("jsonschema")
+    registry = referencing.Registry(retrieve=schema)
+
+    def problems(told: object, reference: str) -> list[str]:
+        kind = library.Draft202012Validator
+        checker = kind({"$ref": reference}, registry=registry, format_checker=kind.FORMAT_CHECKER)
+        return [error.message for error in checker.iter_errors(told)]
+
+    root, unknown = "https://openlineage.io/spec/2-0-2/OpenLineage.json", set[str]()
+    out = exported(run, "openlineage", tmp_path / "events.jsonl")
+    events = [json.loads(line) for line in out.read_text().splitlines()]
+    for event in events:
+        assert problems(event, root) == []
+        holders = [event["run"], event["job"], *event["inputs"], *event["outputs"]]
+        for told in (t for one in holders for t in one.get("facets", {}).values()):
+            place = told["_schemaURL"].partition("#")[0].rpartition("/")[2]
+            if place in schemas:
+                assert problems(told, told["_schemaURL"]) == []
+            else:
+                unknown.add(place)
+    assert unknown <= {"ExecutionParametersRunFacet.json"}  # newer than the rest
+    assert problems(events[0] | {"eventType": "BEGIN"}, root)
+    assert problems({**events[0], "run": {}}, root)
 
 
 def test_prov_names_the_batch_and_the_weights_of_every_step(run: RunDir, tmp_path: Path) -> None:
