@@ -23,9 +23,11 @@ from tests.tiny_models import tiny_llama
 
 
 class Crashing:
-    """`arriero run aipo` on a tiny model, in a process of its own."""
+    """`arriero run` on a tiny model, of aipo or another pipeline, in a process of its own."""
 
-    def __init__(self, folder: Path, *words: str, name: str = "run", steps: int = 8) -> None:
+    def __init__(
+        self, folder: Path, *words: str, name: str = "run", steps: int = 8, pipeline: str = "aipo"
+    ) -> None:
         self.path = folder / name
         model = folder / "model"
         if not model.exists():
@@ -33,12 +35,14 @@ class Crashing:
             rows = [json.dumps({"prompt": f"{a}+{a * 7}="}) for a in range(10)]
             (folder / "sums.jsonl").write_text("\n".join(rows))
         self._command = [
-            sys.executable, "-m", "arriero", "run", "aipo", "--run-dir", str(self.path),
-            "--model", str(model), "--data", str(folder / "sums.jsonl"), "--reward", "contains",
-            "--reward.text", "3", "--sampling.max-new-tokens", "5", "--steps", str(steps),
+            sys.executable, "-m", "arriero", "run", pipeline, "--run-dir", str(self.path),
+            "--model", str(model), "--data", str(folder / "sums.jsonl"),
+            "--sampling.max-new-tokens", "5", "--steps", str(steps),
             "--groups-per-step", "4", "--samples", "4", "--slots", "16", "--optimizer.lr", "1e-3",
             "--optimizer.warmup-steps", "1", "--checkpoints.every", "3", "--liveness-s", "10", *words,
         ]  # fmt: skip
+        if pipeline == "aipo":
+            self._command += ["--reward", "contains", "--reward.text", "3"]
         self.start(self._command)
 
     def start(self, command: Sequence[str]) -> None:

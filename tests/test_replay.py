@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from arriero.components.checkpoints import Checkpoints
 from arriero.components.environments import Environment, Episode, Turn, UserEnvironment
 from arriero.components.laws import check_laws, graph_losses
 from arriero.components.losses import Reinforce
@@ -125,7 +126,13 @@ async def test_the_critic_finds_out_which_turn_earned_the_reward(tmp_path: Path)
         for n in range(30)
     ]
     critic = UtteranceCritic(
-        model=tiny_model(tmp_path), steps=30, optimizer=AdamW(lr=1e-2), whiten=False, gamma=0.9, tau=0.3
+        model=tiny_model(tmp_path),
+        steps=30,
+        optimizer=AdamW(lr=1e-2),
+        whiten=False,
+        gamma=0.9,
+        tau=0.3,
+        checkpoints=Checkpoints(every=0),
     )
     with in_admission_order(0):
         found = kept(await outputs(critic.run(stream(fresh, Batch), stream(old, Batch))))

@@ -33,7 +33,8 @@ from arriero.pipelines.ppo import PPOConfig, ppo
 from arriero.pipelines.reward_model import RewardModelConfig, reward_model
 from arriero.schemas.messages import Batch, Sample
 from tests.batches import random_batch, random_sample
-from tests.drive import Alone, kept, outputs, stream
+from tests.critics import judged
+from tests.drive import Alone
 from tests.inline_runs import policy_gradient_fields, steps_of, tiny_model, with_a_score
 from tests.tiny_models import tiny_tokenizer
 
@@ -100,7 +101,7 @@ async def test_the_first_advantages_of_a_critic_are_those_of_values_that_are_zer
         for s, r in zip(batch.samples, (1.0, -1.0), strict=True)
     )
     critic = Critic(model=tiny_model(tmp_path), steps=1, lam=0.5, kl=0.1)
-    (found,) = kept(await outputs(critic.run(stream([batch.model_copy(update={"samples": samples})], Batch))))
+    (found,) = await judged(critic, [batch.model_copy(update={"samples": samples})])
     raw: list[list[float]] = []
     for s in samples:
         assert s.logprobs is not None
@@ -128,7 +129,7 @@ async def test_a_response_that_was_cut_off_may_go_on_with_its_value(tmp_path: Pa
         for i, s in enumerate(random_batch([6, 9], prompt=2).samples)
     )
     critic = Critic(model=str(tmp_path / "critic"), steps=1, gamma=0.9, lam=0.8, bootstrap=bootstrap)
-    (found,) = kept(await outputs(critic.run(stream([Batch(id="b", samples=samples)], Batch))))
+    (found,) = await judged(critic, [Batch(id="b", samples=samples)])
     values, ends = state.values(samples), state.values([read_at_the_end(s) for s in samples])
     expected = whitened_tokens(
         [
@@ -159,7 +160,7 @@ async def test_a_critic_learns_what_a_reward_depends_on(tmp_path: Path) -> None:
         for i in range(40)
     ]
     critic = Critic(model=tiny_model(tmp_path), steps=40, optimizer=AdamW(lr=1e-2), clip=9.0, epochs=2)
-    found = kept(await outputs(critic.run(stream(batches, Batch))))
+    found = await judged(critic, batches)
 
     def gap(batch: Batch) -> float:
         """Difference of the mean advantages of samples with reward 1 and 0."""
@@ -178,7 +179,7 @@ async def test_a_batch_of_one_token_has_an_advantage_all_the_same(tmp_path: Path
     (single,) = random_batch([2]).samples
     batch = Batch(id="b", samples=(single.model_copy(update={"reward": 1.0}),))
     critic = Critic(model=tiny_model(tmp_path), steps=1)
-    (found,) = kept(await outputs(critic.run(stream([batch], Batch))))
+    (found,) = await judged(critic, [batch])
     assert found.samples[0].advantages.tolist() == [0.0, 1.0]
 
 
@@ -186,7 +187,7 @@ def test_the_schedule_of_a_critic_is_over_all_its_updates(tmp_path: Path) -> Non
     falling = AdamW(lr=1e-2, schedule="linear", warmup_steps=3)
     critic = Critic(model=tiny_model(tmp_path), steps=2, epochs=4, optimizer=falling)
     assert list(critic.problems(Alone())) == []
-    state = critic._load()  # pyright: ignore[reportPrivateUsage]  # what a run trains
+    state = critic._load(1)  # pyright: ignore[reportPrivateUsage]  # what a run trains
 
     def update() -> float:
         return state.step(random_batch([5]).samples, lambda v, t: value_loss(v, t.advantages_T))["lr"]

@@ -25,7 +25,8 @@ from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.messages import Batch
 from tests.batches import random_batch
-from tests.drive import Alone, kept, outputs, stream
+from tests.critics import judged
+from tests.drive import Alone
 from tests.inline_runs import policy_gradient_fields, tiny_model
 from tests.test_guard import batch as toy_batch
 from tests.test_guard import scored
@@ -92,7 +93,7 @@ async def test_a_critic_corrects_by_the_ratio_of_the_policy_to_who_sampled(
     critic = Critic(
         model=tiny_model(tmp_path), steps=1, gamma=0.9, lam=1.0, vtrace=VTraceClips(), whiten=whiten
     )
-    (found,) = kept(await outputs(critic.run(stream([batch], Batch))))
+    (found,) = await judged(critic, [batch])
     # A new head gives 0, so the last target is half the reward, and each one before 0.45 of the next. What a
     # token earned is the reward, or what the token after it is worth.
     expected: list[list[float]] = []
@@ -109,7 +110,7 @@ async def test_a_critic_corrects_by_the_ratio_of_the_policy_to_who_sampled(
 async def test_a_ratio_beyond_all_numbers_is_cut_as_any_other(tmp_path: Path) -> None:
     batch = read_by_the_policy(random_batch([6, 4], prompt=2, seed=1), 800.0)
     critic = Critic(model=tiny_model(tmp_path), steps=1, lam=1.0, vtrace=VTraceClips(), whiten=False)
-    (found,) = kept(await outputs(critic.run(stream([batch], Batch))))
+    (found,) = await judged(critic, [batch])
     for s in found.samples:
         assert s.advantages[s.mask].tolist() == [s.reward] * int(s.mask.sum())
 
@@ -119,7 +120,7 @@ async def test_the_price_of_a_nat_is_that_of_the_policy_of_now(tmp_path: Path) -
     (sample,) = batch.samples
     batch = batch.model_copy(update={"samples": (sample.model_copy(update={"reference": sample.logprobs}),)})
     critic = Critic(model=tiny_model(tmp_path), steps=1, kl=0.5, vtrace=VTraceClips(), whiten=False)
-    (found,) = kept(await outputs(critic.run(stream([batch], Batch))))
+    (found,) = await judged(critic, [batch])
     assert found.samples[0].advantages[1] == pytest.approx(sample.reward - 0.5 * 0.25, abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a policy in training as safetensors: every rank writes its part, any number reads them.
+"""A checkpoint of what learns as safetensors: every rank writes its part, any number reads them.
 
 Through torch.distributed.checkpoint, in its safetensors form: nothing in the files is pickled.
 """
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from arriero.components.training import TrainState
+    from arriero.components.learner import Kept
 
 _COUNTERS = ("updates", "version")
 _FILE_BYTES = 256 << 20  # of one file, about: it is made in memory, twice over, before it is written
 
 
-def write_checkpoint(state: TrainState, directory: Path) -> None:
+def write_checkpoint(state: Kept, directory: Path) -> None:
     """Write all that `read_checkpoint` needs; all ranks call it together. FileExistsError if not empty."""
     if directory.is_dir() and any(directory.glob("*.safetensors")):
         raise FileExistsError(f"{directory} holds a checkpoint already; write into an empty directory")
@@ -76,7 +76,7 @@ def written_by(rank: int, directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob(f"shard-{rank + 1:05}-*.safetensors"))
 
 
-def read_checkpoint(state: TrainState, directory: Path) -> None:
+def read_checkpoint(state: Kept, directory: Path) -> None:
     """Take over what was written, by as many ranks and shards as there were; all ranks call it together.
 
     FileNotFoundError for a directory without a checkpoint; ValueError, naming a tensor, for one of another

@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer while it trains: a copy in memory at once, the files from a thread of their own.
+"""Checkpoints while something learns: a copy in memory at once, the files from a thread of their own.
 
     weights, moments, average, random states -> copied into buffers that are kept -> (the next step goes on)
     (thread) files of all ranks -> hashes gathered -> the mark -> older ones removed
@@ -38,7 +38,7 @@ from arriero.schemas.checkpoints import CheckpointFile, CheckpointMark
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from arriero.components.training import TrainState
+    from arriero.components.learner import Kept
     from arriero.engine.weights.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Checkpoints:
 class Checkpointer:
     """Writes checkpoints of `state`; all ranks make it, and call it, together. `close` waits for the last."""
 
-    def __init__(self, state: TrainState, config: Checkpoints, context: Context) -> None:
+    def __init__(self, state: Kept, config: Checkpoints, context: Context) -> None:
         self._state, self._config, self._context = state, config, context
         self._store = config.store(context)
         self._group, self.ranks, self._writers = _groups(context.ranks)
@@ -174,7 +174,7 @@ class Checkpointer:
         self._writing = None
 
 
-def restore(state: TrainState, store: CheckpointStore, version: int) -> None:
+def restore(state: Kept, store: CheckpointStore, version: int) -> None:
     """Make `state` what it was at `version`; all ranks of it call it together, and any number may.
 
     For a state on any device and of any number of ranks and shards. Raises ValueError if the checkpoint is of

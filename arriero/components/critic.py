@@ -4,30 +4,38 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantages import Estimate, gae, vtrace, whitened_tokens
+from arriero.components.checkpoints import Checkpointer, Checkpoints
 from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import MAX_LOG_RATIO, value_loss
 from arriero.components.masked import on_mask
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW
 from arriero.components.policy_logprobs import PolicyLogprobs
+from arriero.components.recovery import Recovery
 from arriero.components.reference import ReferenceLogprobs
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import GraphView
+from arriero.engine.runtime.context import current
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Batch, Sample
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
     from arriero.components.packing import PackedTokens
     from arriero.components.scoring_model import ScoringState
+
+Values = list[npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -53,7 +61,8 @@ class Critic:
     `PolicyLogprobs` before it has read, from what an older one sampled. An advantage isn't weighed by its
     ratio then, for the loss does that; the price `kl` is of that policy. `whiten`: whether advantages are.
 
-    It starts from `model`, with a head that gives 0. Source: PPO as in arXiv:2203.02155 and 2009.01325.
+    It starts from `model`, with a head that gives 0. `training`: how its updates are computed.
+    Source: PPO as in arXiv:2203.02155 and 2009.01325.
     """
 
     model: str
@@ -68,8 +77,12 @@ class Critic:
     vtrace: VTraceClips | None = None
     whiten: bool = True
     token_budget: PositiveInt = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     computes: ClassVar[bool] = True
-    learns: ClassVar[bool] = True
+
+    def checkpoint_place(self, run_dir: Path, run_id: str, node: str) -> str:
+        return self.checkpoints.place(run_dir, run_id, node)
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
@@ -81,27 +94,43 @@ class Critic:
             yield "vtrace needs log-probabilities of the policy; put a PolicyLogprobs before the critic"
         if read and not self.vtrace:
             yield "what PolicyLogprobs reads is of use to vtrace alone; set it, or leave that node out"
-        if view.ranks > 1:
-            yield f"ranks={view.ranks}: a critic is one process; its values are of whole batches"
+        yield from self.checkpoints.problems()
+        yield from self.training.scorer_problems(ranks=view.ranks, optimizer=self.optimizer.kind, saved=False)
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Batch]:
+        context = current()
         with ComputeThread("critic") as compute:
-            state = await compute(self._load)
+            state = await compute(self._load, context.ranks)
+            checkpoint = await compute(Checkpointer, state, self.checkpoints, context)
+            learn = partial(self._learn, state)
+            past = await compute(Recovery, state, self.checkpoints, context, checkpoint.ranks, learn)
+            await compute(past.catch_up)
             async for batch in batches:
-                values = await compute(state.values, batch.samples)
-                after = await compute(self._after, state, batch.samples)
-                found = [self._estimate(*each) for each in zip(batch.samples, values, after, strict=True)]
+                values, found = await compute(self._judge, state, batch.samples)
                 advantages = [f.advantages for f in found]
                 yield _with_advantages(batch, whitened_tokens(advantages) if self.whiten else advantages)
-                await compute(self._train, state, batch.samples, values, [f.targets for f in found])
+                await compute(self._train, state, batch.samples, values, found)
+                await compute(checkpoint)
+            await compute(checkpoint.close, last=True)
 
-    def _load(self) -> ScoringState:
+    def _load(self, ranks: int) -> ScoringState:
+        import torch.distributed as dist
+
         from arriero.components.scoring_model import ScoringState, load_scorer
 
         model, _ = load_scorer(self.model, device=own_device())
         return ScoringState(
-            model, optimizer=self.optimizer, steps=self.steps * self.epochs, token_budget=self.token_budget
-        )
+            model, optimizer=self.optimizer, steps=self.steps * self.epochs, token_budget=self.token_budget,
+            options=self.training, group=dist.group.WORLD if ranks > 1 else None,
+        )  # fmt: skip
+
+    def _learn(self, state: ScoringState, batch: Batch) -> None:
+        """A step that was taken before, once more."""
+        self._train(state, batch.samples, *self._judge(state, batch.samples))
+
+    def _judge(self, state: ScoringState, samples: tuple[Sample, ...]) -> tuple[Values, list[Estimate]]:
+        values, after = state.values(samples), self._after(state, samples)
+        return values, [self._estimate(*each) for each in zip(samples, values, after, strict=True)]
 
     def _after(self, state: ScoringState, samples: tuple[Sample, ...]) -> list[float]:
         """The value of what would have come after each sample."""
@@ -135,22 +164,20 @@ class Critic:
         )  # fmt: skip
 
     def _train(
-        self,
-        state: ScoringState,
-        samples: tuple[Sample, ...],
-        values: list[npt.NDArray[np.float32]],
-        returns: list[npt.NDArray[np.float64]],
+        self, state: ScoringState, samples: tuple[Sample, ...], values: Values, found: list[Estimate]
     ) -> None:
-        """The returns stand in the place of advantages, the values before in that of a reference."""
+        """The targets stand in the place of advantages, the values before in that of a reference."""
         targets = [
             Sample(
                 group=s.group, tokens=s.tokens, mask=s.mask,
-                advantages=on_mask(s.mask, r, elsewhere=0.0), reference=on_mask(s.mask, v, elsewhere=np.nan),
+                advantages=on_mask(s.mask, f.targets, elsewhere=0.0),
+                reference=on_mask(s.mask, v, elsewhere=np.nan),
             )
-            for s, v, r in zip(samples, values, returns, strict=True)
+            for s, v, f in zip(samples, values, found, strict=True)
         ]  # fmt: skip
         for _ in range(self.epochs):
             state.step(targets, self._value_losses)
+        state.version += 1
 
     def _value_losses(self, values_T: Tensor, tokens: PackedTokens) -> Tensor:
         return value_loss(values_T, tokens.advantages_T, old_values_T=tokens.reference_T, clip=self.clip)

@@ -1,6 +1,7 @@
 """The forward pass of a policy in training: packed tokens in, log-probabilities of the trained ones out.
 
     input_ids [B, L] -> decoder -> hidden of the predicting positions [T, H] -> `Head` -> [T], [T]
+                                                                             -> `score` -> [T]
 
 It is a module of its own, so that what shards parameters sees one forward from the tokens to the result. A
 teacher's ends with the hidden state: what it would say is compared with what the policy does, in its forward.
@@ -15,8 +16,10 @@ Shape suffixes: B = rows, L = positions, T = trained tokens of a micro-batch, H 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -49,25 +52,19 @@ class Predicted(NamedTuple):
 class PackedForward(torch.nn.Module):
     """A model that reads micro-batches in `layout`; `autocast` is what the decoder computes in.
 
-    Raises UserError for a model whose log-probabilities would not be those of its own forward pass: it is
+    `linear` is its head. Raises UserError for a model that would read them otherwise than by itself: it is
     tried on two short sequences.
     """
 
+    reads: ClassVar[str] = "hidden states"
+
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        layout: Layout = "shared_prefix",
-        head: Head | None = None,
-        autocast: torch.dtype | None = None,
+        self, model: PreTrainedModel, linear: object, *, layout: Layout, autocast: torch.dtype | None
     ) -> None:
         super().__init__()
         self.model = model
         self.layout: Layout = layout
-        self.head = head or Head()
         self.autocast = autocast
-        untyped: Any = model  # what gives its head isn't annotated
-        linear: object = untyped.get_output_embeddings()
         if type(linear) is not torch.nn.Linear:
             raise UserError(f"{_name(model)} has a head of {type(linear).__name__}; only a Linear is trained")
         self._linear = [linear]  # in a list: it is a module of `model`, not a second one of this
@@ -97,29 +94,59 @@ class PackedForward(torch.nn.Module):
 
     @torch.no_grad()
     def _try(self) -> None:
-        """UserError unless two sequences that begin alike give what the model itself says of each."""
+        """UserError unless two sequences that begin alike give what the model itself makes of each."""
         size = int(self.model.config.vocab_size)
         sequences = [[n % size for n in tokens] for tokens in ((1, 2, 3, 4, 5), (1, 2, 3, 5, 4, 3, 2))]
         samples = [_all_trained(s) for s in sequences]
         micro = pack(samples, (0, 1), np.ones(2), layout=self.layout, device=self.model.device)
-        found_T, _ = Head()(
-            self._hidden(micro), self._linear[0], micro.tokens.targets_T, micro.tokens.temperatures_T
-        )
-        said: list[Tensor] = []
-        for tokens in sequences:
-            ids_L = torch.tensor(tokens, device=self.model.device)
-            logits_LV: Tensor = self.model(input_ids=ids_L[None], use_cache=False).logits[0]
-            said.append(logits_LV[:-1].log_softmax(-1).gather(1, ids_L[1:, None])[:, 0])
-        gap = float((found_T - torch.cat(said)).abs().max())
-        capped = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None) is not None
-        if capped or not gap < _PROBE_TOLERANCE:
+        gap = self._gap(micro, [torch.tensor(tokens, device=self.model.device) for tokens in sequences])
+        if not gap < _PROBE_TOLERANCE:
             raise UserError(
-                f"{_name(self.model)} gives other log-probabilities in layout {self.layout} than by itself "
-                f"({gap:.2g} nats); {_remedy(self.layout)}"
+                f"{_name(self.model)} gives other {self.reads} in layout {self.layout} than by itself "
+                f"({gap:.2g} apart); {_remedy(self.layout)}"
             )
 
+    def _gap(self, micro: MicroBatch, sequences: Sequence[Tensor]) -> float:
+        """How far apart what `micro` reads is from the sequences alone, all but the first token trained."""
+        decoder: Any = self.model.base_model
+        alone: list[Tensor] = [
+            decoder(input_ids=ids_L[None], use_cache=False).last_hidden_state[0, :-1] for ids_L in sequences
+        ]
+        said = torch.cat(alone)
+        return float((self._hidden(micro) - said).abs().max() / said.abs().max().clamp_min(1.0))
 
-class PolicyForward(PackedForward):
+
+class TokenForward(PackedForward):
+    """Of a model whose head says which token comes next."""
+
+    reads: ClassVar[str] = "log-probabilities"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        layout: Layout = "shared_prefix",
+        head: Head | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        untyped: Any = model  # what gives its head isn't annotated
+        super().__init__(model, untyped.get_output_embeddings(), layout=layout, autocast=autocast)
+        self.head = head or Head()
+
+    def _gap(self, micro: MicroBatch, sequences: Sequence[Tensor]) -> float:
+        """In nats; without end for a head that doesn't end with its matrix."""
+        if getattr(self.model.config.get_text_config(), "final_logit_softcapping", None) is not None:
+            return math.inf
+        tokens = micro.tokens
+        found_T, _ = Head()(self._hidden(micro), self.linear, tokens.targets_T, tokens.temperatures_T)
+        said: list[Tensor] = []
+        for ids_L in sequences:
+            logits_LV: Tensor = self.model(input_ids=ids_L[None], use_cache=False).logits[0]
+            said.append(logits_LV[:-1].log_softmax(-1).gather(1, ids_L[1:, None])[:, 0])
+        return float((found_T - torch.cat(said)).abs().max())
+
+
+class PolicyForward(TokenForward):
     """What a policy says of the trained tokens of a micro-batch, temperature applied."""
 
     def forward(
@@ -136,12 +163,26 @@ class PolicyForward(PackedForward):
         return Predicted(logprobs_T, entropy_T, apart_T)
 
 
-class TeacherForward(PackedForward):
+class TeacherForward(TokenForward):
     """What a teacher reads of a micro-batch [T, H], without gradient: the input of its `linear`."""
 
     @torch.no_grad()
     def forward(self, micro: MicroBatch) -> Tensor:
         return self.read(micro)
+
+
+class ScoreForward(PackedForward):
+    """The number [T], float32, that a model with a head `score` gives in front of each trained token."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, layout: Layout = "padded", autocast: torch.dtype | None = None
+    ) -> None:
+        super().__init__(model, getattr(model, "score", None), layout=layout, autocast=autocast)
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        hidden_TH = self.read(micro)
+        score_T1: Tensor = self.linear(hidden_TH.to(self.linear.weight.dtype))
+        return score_T1[:, 0].float()
 
 
 def _attend_in_rows(model: PreTrainedModel, layout: Layout) -> None:

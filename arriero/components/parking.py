@@ -18,7 +18,7 @@ from torch import Tensor
 from arriero.components.sharding import local
 
 if TYPE_CHECKING:
-    from arriero.components.training import TrainState
+    from arriero.components.learner import Learner
 
 _NUMBERS = ("version", "updates", "loss.multiplier")
 
@@ -98,7 +98,7 @@ class Parking:
 class ParkedTraining:
     """What a trainer has on its devices: weights, average and moments go to the host, gradients nowhere."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: Learner) -> None:
         own_memory(state.model.parameters())
         self._state, self._parking = state, Parking()
         self._later: list[str] = []

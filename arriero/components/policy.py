@@ -82,7 +82,8 @@ def save_description(
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
-    described: list[Any] = [config, model.generation_config, tokenizer]  # `save_pretrained` is partly untyped
+    generation: object = getattr(model, "generation_config", None)  # a model that scores has none
+    described: list[Any] = [config, generation, tokenizer]  # `save_pretrained` is partly untyped
     for part in described:
         if part is not None:
             part.save_pretrained(directory)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from arriero.components.adapters import add_lora
-from arriero.components.forward import PackedForward, PolicyForward, TeacherForward
+from arriero.components.forward import PackedForward, PolicyForward, ScoreForward, TeacherForward
 from arriero.components.head import Head
 from arriero.components.sharding import layers, shard
 
@@ -24,19 +24,21 @@ if TYPE_CHECKING:
 
 
 def prepared(model: PreTrainedModel, options: TrainingOptions) -> PolicyForward:
-    """The forward pass of `model`, which is changed in place. UserError for what the model can't do."""
+    """The forward pass of a policy, which is changed in place. UserError for what the model can't do."""
+    _check_float32(model)
     if options.lora.rank:
         add_lora(model, options.lora)
-    compute = _compute(options)
-    head = Head(chunk_mb=options.logits_mb, dtype=torch.float32 if options.fp32_logits else compute)
+    head = Head(chunk_mb=options.logits_mb, dtype=torch.float32 if options.fp32_logits else _compute(options))
     forward = PolicyForward(model, layout=options.packing, head=head, autocast=_autocast(options))
-    for layer in layers(model):
-        # Of the instance and inside of its hooks: names stay, and what is split is gathered first.
-        if options.compile:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-        if options.recompute:
-            untyped: Any = checkpoint  # returns whatever the layer does
-            layer.forward = partial(untyped, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    _prepare_layers(model, options)
+    return forward
+
+
+def prepared_scorer(model: PreTrainedModel, options: TrainingOptions) -> ScoreForward:
+    """The same of a scoring model, whose head always multiplies in float32."""
+    _check_float32(model)
+    forward = ScoreForward(model, layout=options.packing, autocast=_autocast(options))
+    _prepare_layers(model, options)
     return forward
 
 
@@ -58,9 +60,26 @@ def split(forward: PackedForward, options: TrainingOptions, *, ranks: int) -> di
     """Split the parameters over `options.shards` ranks each; ValueError if they don't divide the ranks."""
     if ranks % options.shards:
         raise ValueError(f"shards={options.shards} doesn't divide {ranks} ranks")
-    return shard(
-        forward, shards=options.shards, ranks=ranks, compute=_compute(options), wide_head=options.fp32_logits
-    )
+    wide = options.fp32_logits or isinstance(forward, ScoreForward)
+    return shard(forward, shards=options.shards, ranks=ranks, compute=_compute(options), wide_head=wide)
+
+
+def _check_float32(model: PreTrainedModel) -> None:
+    """TypeError for parameters that small updates would leave as they are."""
+    if half := sorted({str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4}):
+        raise TypeError(
+            f"parameters are {half}: small updates vanish; load float32 and set precision=bfloat16"
+        )
+
+
+def _prepare_layers(model: PreTrainedModel, options: TrainingOptions) -> None:
+    for layer in layers(model):
+        # Of the instance and inside of its hooks: names stay, and what is split is gathered first.
+        if options.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if options.recompute:
+            untyped: Any = checkpoint  # returns whatever the layer does
+            layer.forward = partial(untyped, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _autocast(options: TrainingOptions) -> torch.dtype | None:

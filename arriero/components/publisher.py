@@ -18,7 +18,7 @@ from arriero.schemas.weights import TransportName
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from arriero.components.training import TrainState
+    from arriero.components.learner import Learner
     from arriero.engine.weights import WeightSender
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Publisher:
     All ranks of the trainer make it, and call it, together.
     """
 
-    def __init__(self, state: TrainState, plane: WeightPlane, context: Context) -> None:
+    def __init__(self, state: Learner, plane: WeightPlane, context: Context) -> None:
         self._state, self._plane = state, plane
         self._sender: WeightSender | None = None
         self._first = not context.rank

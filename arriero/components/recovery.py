@@ -1,4 +1,4 @@
-"""How a trainer comes back to the weights that it had published: a checkpoint, then the recorded batches.
+"""How what learns comes back to where it was: a checkpoint, then the recorded batches.
 
     the newest whole checkpoint that is old enough -> recorded batches after it -> the ledger's newest step
 
@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from arriero.components.checkpoints import Checkpoints, restore
 from arriero.engine.checkpoints import CheckpointStore
 from arriero.engine.runtime.context import Context
-from arriero.schemas.ledger import Trained
+from arriero.schemas.ledger import Learned, Step, Trained
 from arriero.schemas.messages import Batch, Weights
 
 if TYPE_CHECKING:
-    from arriero.components.training import TrainState
+    from collections.abc import Callable, Collection
+
+    from arriero.components.learner import Kept
     from arriero.engine.lineage.reader import Lineage
     from arriero.engine.weights.ranks import Ranks
 
@@ -33,10 +35,20 @@ class RecoveryError(RuntimeError):
 
 
 class Recovery:
-    """What `context.made` asks of a trainer; all ranks make it, and take each `step`, together."""
+    """What `context.made` asks of a learner; all ranks make it, and call it, together.
 
-    def __init__(self, state: TrainState, checkpoints: Checkpoints, context: Context, ranks: Ranks) -> None:
-        self._state, self._context = state, context
+    `step` takes one step of it on the batches that the step was made from.
+    """
+
+    def __init__(
+        self,
+        state: Kept,
+        checkpoints: Checkpoints,
+        context: Context,
+        ranks: Ranks,
+        step: Callable[..., object],
+    ) -> None:
+        self._state, self._context, self._take = state, context, step
         self._record: Lineage | None = None
         self._steps = {step.version: step for step in context.made}
         self.version = context.made[-1].version if context.made else 0
@@ -62,14 +74,20 @@ class Recovery:
 
     def metrics(self, version: int) -> dict[str, float]:
         """What was said of the step that made a version; nothing of the first."""
-        return dict(self._steps[version].metrics) if version in self._steps else {}
+        step = self._steps.get(version)
+        return dict(step.metrics) if isinstance(step, Trained) else {}
 
     def step(self) -> bool:
         """Take the first step that `state` lacks once more; False if it lacks none. Raises RecoveryError."""
         step = self._steps.get(self._state.version + 1)
         if step is not None:
-            self._state.step(self._batch(step))
+            self._take(*self._batches(step))
         return step is not None
+
+    def catch_up(self) -> None:
+        """Take all of them. Raises RecoveryError."""
+        while self.step():
+            pass
 
     def check(self, weights: Weights) -> None:
         """Warn and count if the newest version was published with other bits than these."""
@@ -83,7 +101,16 @@ class Recovery:
                 self.version, weights.manifest.fingerprint, known[-1],
             )  # fmt: skip
 
-    def _batch(self, step: Trained) -> Batch:
+    def _batches(self, step: Step) -> tuple[Batch, ...]:
+        """What the step was made from, as its learner took it."""
+        names = (step.batch, *(step.inputs if isinstance(step, Learned) else ()))
+        record = self._with(names, step)
+        if isinstance(step, Trained):
+            return (record.trained_batch(step),)
+        return record.learned_batches(step)
+
+    def _with(self, names: Collection[str], step: Step) -> Lineage:
+        """The record, once these batches stand in it."""
         if not self._context.record_url:
             raise RecoveryError(
                 f"version {step.version} was made after the last checkpoint, and there is no record of it; "
@@ -93,17 +120,17 @@ class Recovery:
         from arriero.engine.lineage.reader import Lineage
 
         deadline = time.monotonic() + _LATE_S
-        while self._record is None or step.batch not in self._record.batches:
+        while self._record is None or not self._record.batches.keys() >= {*names}:
             try:
                 self._record = Lineage(self._context.record_url)
             except ChainError as error:
                 _log.warning("the record can't be read: %s", error)
-            if self._record is not None and step.batch in self._record.batches:
+            if self._record is not None and self._record.batches.keys() >= {*names}:
                 break
             if time.monotonic() > deadline:
                 raise RecoveryError(f"batch {step.batch} of version {step.version} isn't on record")
             time.sleep(_PAUSE_S)
-        return self._record.trained_batch(step)
+        return self._record
 
 
 def _agreed(store: CheckpointStore, at_most: int, newest: int, ranks: Ranks) -> int | None:

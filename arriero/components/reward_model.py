@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from contextlib import closing
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.checkpoints import Checkpoints
 from arriero.components.compute import ComputeThread, own_device
 from arriero.components.losses import bradley_terry_loss
 from arriero.components.losses.loss import PerSequence
@@ -20,6 +24,10 @@ from arriero.components.model_directory import (
     weight_shapes,
 )
 from arriero.components.optimizer import AdamW
+from arriero.components.placement import DevicePlacement, Devices
+from arriero.components.publisher import WeightPlane
+from arriero.components.training_options import TrainingOptions
+from arriero.components.versions import versions
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import current
 from arriero.engine.stream import Stream
@@ -27,8 +35,8 @@ from arriero.schemas.messages import Batch, Outcome, RolloutGroup, Sample, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from arriero.components.forward import ScoreForward
     from arriero.components.packing import PackedTokens
     from arriero.components.scoring_model import ScoringState
 
@@ -48,49 +56,57 @@ class RewardTrainer:
     steps: PositiveInt
     optimizer: AdamW = field(default_factory=AdamW)
     token_budget: PositiveInt = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     computes: ClassVar[bool] = True
 
     def limit(self) -> int | None:
         return self.steps
 
+    def checkpoint_place(self, run_dir: Path, run_id: str, node: str) -> str:
+        return self.checkpoints.place(run_dir, run_id, node)
+
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
         yield from self.optimizer.problems(steps=self.steps)
+        yield from self.checkpoints.problems()
+        yield from self.training.scorer_problems(ranks=view.ranks, optimizer=self.optimizer.kind, saved=True)
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Weights]:
         context = current()
-        with ComputeThread("reward-trainer") as compute:
-            state, tokenizer = await compute(self._load, context.ranks)
-            yield Weights(version=0)
-            async for batch in batches:
-                metrics = await compute(self._step, state, batch)
-                yield Weights(version=state.version, metrics=metrics)
-                if state.version == self.steps:
-                    break
-            if context.rank == 0:
-                parts: tuple[Any, Any] = (state.model, tokenizer)  # `save_pretrained` is partly untyped
-                for part in parts:
-                    await compute(part.save_pretrained, context.run_dir / "model")
+        with (
+            ComputeThread("reward-trainer") as thread,
+            closing(Devices(thread, DevicePlacement(), context, alone=True)) as compute,
+        ):
+            state = await compute(self._load, context.ranks)
+            made = versions(
+                state, partial(_step, state), batches, compute, context, steps=self.steps,
+                checkpoints=self.checkpoints, plane=WeightPlane(), judge=lambda measured, version: None,
+                save=True,
+            )  # fmt: skip
+            async for weights in made:
+                yield weights
 
-    def _load(self, ranks: int) -> tuple[ScoringState, PreTrainedTokenizerBase]:
+    def _load(self, ranks: int) -> ScoringState:
         import torch.distributed as dist
 
         from arriero.components.scoring_model import ScoringState, load_scorer
 
         model, tokenizer = load_scorer(self.model, device=own_device())
-        state = ScoringState(
-            model, optimizer=self.optimizer, steps=self.steps, token_budget=self.token_budget, together=2,
-            group=dist.group.WORLD if ranks > 1 else None,
+        return ScoringState(
+            model, tokenizer, optimizer=self.optimizer, steps=self.steps, token_budget=self.token_budget,
+            together=2, options=self.training, group=dist.group.WORLD if ranks > 1 else None,
         )  # fmt: skip
-        return state, tokenizer
 
-    def _step(self, state: ScoringState, batch: Batch) -> dict[str, float]:
-        from arriero.components.scoring_model import read_at_the_end
 
-        samples = [read_at_the_end(s) for s in batch.samples]
-        score_S = np.concatenate(state.values(samples))
-        metrics = state.step(samples, _pair_losses)
-        return metrics | {"accuracy": float((score_S[0::2] > score_S[1::2]).mean())}
+def _step(state: ScoringState, batch: Batch) -> dict[str, float]:
+    from arriero.components.scoring_model import read_at_the_end
+
+    samples = [read_at_the_end(s) for s in batch.samples]
+    score_S = np.concatenate(state.values(samples))
+    metrics = state.step(samples, _pair_losses)
+    state.version += 1
+    return metrics | {"accuracy": float((score_S[0::2] > score_S[1::2]).mean())}
 
 
 def _pair_losses(score_T: Tensor, tokens: PackedTokens) -> Tensor:
@@ -126,16 +142,17 @@ class RewardModel:
 
     async def run(self, rollouts: Stream[RolloutGroup]) -> AsyncIterator[ScoredGroup]:
         with ComputeThread("reward-model") as compute:
-            model = await compute(self._load)
+            forward = await compute(self._load)
             async for group in rollouts:
-                yield await compute(self._score, model, group)
+                yield await compute(self._score, forward, group)
 
-    def _load(self) -> PreTrainedModel:
+    def _load(self) -> ScoreForward:
+        from arriero.components.forward import ScoreForward
         from arriero.components.scoring_model import load_scorer
 
-        return load_scorer(self.model, device=own_device())[0]
+        return ScoreForward(load_scorer(self.model, device=own_device())[0])
 
-    def _score(self, model: PreTrainedModel, group: RolloutGroup) -> ScoredGroup:
+    def _score(self, forward: ScoreForward, group: RolloutGroup) -> ScoredGroup:
         from arriero.components.scoring_model import read_at_the_end, sample_scores
 
         samples = [
@@ -143,6 +160,6 @@ class RewardModel:
             for r in group.rollouts
         ]
         read = [read_at_the_end(s) for s in samples]
-        values = sample_scores(model, read, token_budget=self.token_budget)
+        values = sample_scores(forward, read, token_budget=self.token_budget)
         scores = tuple(Score(value=float(v[0]), outcome=Outcome.OK) for v in values)
         return ScoredGroup(group=group, scores=scores)

@@ -3,7 +3,7 @@
 It is a sequence-classification model of one label in Hugging Face format, whose head is read where we say and
 not at the last token that isn't padding: an end of sequence that is also the padding can't move it.
 
-Shape suffixes: B = rows, L = positions, H = hidden, T = trained tokens of a micro-batch.
+Shape suffixes: T = trained tokens of a micro-batch.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -21,13 +21,14 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from arriero.components.descent import Descent
-from arriero.components.losses import sequence_weights
+from arriero.components.forward import ScoreForward
+from arriero.components.learner import Learner
 from arriero.components.model_directory import loading
 from arriero.components.optimizer import AdamW
-from arriero.components.packing import MicroBatch, PackedTokens, check_samples, pack, plan, read
-from arriero.components.planning import Plan
+from arriero.components.packing import PackedTokens, check_samples, pack, plan, read
 from arriero.components.policy import check_directory, load_tokenizer
+from arriero.components.preparing import prepared_scorer
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.errors import UserError
 from arriero.schemas.messages import Sample
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 # The verbosity of transformers is one for all threads.
 _QUIET = Lock()
 
+_DEFAULTS = TrainingOptions()
 Objective = Callable[["Tensor", PackedTokens], "Tensor"]
 
 
@@ -78,16 +80,6 @@ def load_scorer(
     return scorer, load_tokenizer(directory)
 
 
-def scores(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """The number [T] that the model gives at the position before each trained token."""
-    arguments = {"input_ids": micro.input_ids_BL, "position_ids": micro.position_ids_BL, "use_cache": False}
-    headed: Any = model  # the head has no common type
-    hidden_BLH: Tensor = headed.base_model(**arguments).last_hidden_state
-    hidden_TH = hidden_BLH.flatten(0, 1).index_select(0, micro.index_T)
-    score_T1: Tensor = headed.score(hidden_TH)
-    return score_T1[:, 0].float()
-
-
 def read_at_the_end(sample: Sample) -> Sample:
     """`sample` with one token more, the only trained one: its score is that of the whole sequence."""
     mask = np.append(np.zeros(len(sample.tokens), np.bool_), True)
@@ -100,69 +92,84 @@ def read_at_the_end(sample: Sample) -> Sample:
 
 
 def sample_scores(
-    model: PreTrainedModel, samples: Sequence[Sample], *, token_budget: int
+    forward: ScoreForward,
+    samples: Sequence[Sample],
+    *,
+    token_budget: int,
+    group: dist.ProcessGroup | None = None,
 ) -> list[npt.NDArray[np.float32]]:
-    """The scores of each sample's trained tokens, in micro-batches of up to `token_budget` tokens."""
-    found = [np.zeros(0, np.float32)] * len(samples)
-    (micros,) = _planned(model, samples, token_budget)
-    for indices in micros:
-        micro = pack(samples, indices, np.ones(len(samples)), device=model.device)
+    """The scores of each sample's trained tokens, in micro-batches of up to `token_budget` tokens.
+
+    With a `group` its ranks share the samples, and each has the scores of all.
+    """
+    _check(forward.model, samples)
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    shares = plan([read(s) for s in samples], token_budget=token_budget, ranks=ranks, layout=forward.layout)
+    counts = [int(s.mask.sum()) for s in samples]
+    found = [np.zeros(n, np.float32) for n in counts]
+    for indices in shares[rank]:
+        micro = pack(
+            samples, indices, np.ones(len(samples)), layout=forward.layout, device=forward.model.device
+        )
         with torch.no_grad():
-            score_T = scores(model, micro).cpu().numpy()
-        ends = np.cumsum([int(samples[i].mask.sum()) for i in indices])[:-1]
-        for i, part in zip(indices, np.split(score_T, ends), strict=True):
+            score_T: Tensor = forward(micro)
+        ends = np.cumsum([counts[i] for i in indices])[:-1]
+        for i, part in zip(indices, np.split(score_T.cpu().numpy(), ends), strict=False):  # a dummy has none
             found[i] = part
+    if group is not None and samples:
+        # Of each score all ranks but one have 0, so that the sum is the score itself.
+        together = torch.from_numpy(np.concatenate(found)).to(forward.model.device)
+        dist.all_reduce(together, group=group)
+        found = np.split(together.cpu().numpy(), np.cumsum(counts)[:-1])
     return found
 
 
-class ScoringState:
-    """A scoring model in training. With a process `group` every rank steps on the same samples."""
+class ScoringState(Learner):
+    """A scoring model in training. `version` is for whoever says what a batch is to count."""
 
     def __init__(
         self,
         model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         optimizer: AdamW,
         steps: int,
         token_budget: int,
         together: int = 1,
+        options: TrainingOptions = _DEFAULTS,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.model = model
-        self.version = 0
-        self._budget, self._together, self._group = token_budget, together, group
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._descent = Descent(trained, optimizer, steps=steps, group=group)
+        forward = prepared_scorer(model, options)
+        super().__init__(
+            forward, tokenizer, optimizer=optimizer, steps=steps, token_budget=token_budget, options=options,
+            group=group,
+        )  # fmt: skip
+        self._forward, self._together = forward, together
 
     def values(self, samples: Sequence[Sample]) -> list[npt.NDArray[np.float32]]:
-        """The scores of each sample's trained tokens; every rank computes all of them."""
-        return sample_scores(self.model, samples, token_budget=self._budget)
+        """The scores of each sample's trained tokens, on every rank."""
+        return sample_scores(self._forward, samples, token_budget=self._budget, group=self.group)
 
     def step(self, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One update on the mean over tokens of `objective(scores_T, tokens)` [T]; loss, norm and rate.
 
         FloatingPointError for a loss or gradient that isn't finite; the weights are then as before.
         """
-        counts = np.array([s.mask.sum() for s in samples], dtype=np.int64)
-        weights = sequence_weights(counts, "token_mean")
-        ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
+        _check(self.model, samples)
         total = torch.zeros((), dtype=torch.float64, device=self.model.device)
         self._descent.clear()
-        shares = _planned(self.model, samples, self._budget, ranks=ranks, together=self._together)
-        for indices in shares[rank]:
-            micro = pack(samples, indices, weights, device=self.model.device)
-            loss = (objective(scores(self.model, micro), micro.tokens) * micro.tokens.weights_T).sum()
+        for micro in self.packed(samples, together=self._together):
+            score_T: Tensor = self._forward(micro)
+            loss = (objective(score_T, micro.tokens) * micro.tokens.weights_T).sum()
             torch.autograd.backward(loss)
             total += loss.detach().double()
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
-        metrics = {"loss": float(total)} | self._descent.update(float(total), version=self.version)
-        self.version += 1
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        metrics = {"loss": float(total)}
+        metrics |= self._descent.update(float(total), version=self._descent.updates)
+        self.weights.updated()
         return metrics
 
 
-def _planned(
-    model: PreTrainedModel, samples: Sequence[Sample], budget: int, *, ranks: int = 1, together: int = 1
-) -> Plan:
+def _check(model: PreTrainedModel, samples: Sequence[Sample]) -> None:
     check_samples(samples, context=getattr(model.config, "max_position_embeddings", None))
-    return plan([read(s) for s in samples], token_budget=budget, ranks=ranks, together=together)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.components.checkpoints import Checkpointer, Checkpoints
+from arriero.components.checkpoints import Checkpoints
 from arriero.components.compute import ComputeThread, own_device
 from arriero.components.health import Gate, HealthGates, judge
 from arriero.components.labelled import HasMismatched
@@ -20,13 +20,13 @@ from arriero.components.mismatch import MismatchGate
 from arriero.components.model_directory import check_model_directory, head_problem, vocabulary_problem
 from arriero.components.optimizer import AdamW, Optimizer
 from arriero.components.placement import DevicePlacement, Devices
-from arriero.components.publisher import Publisher, WeightPlane
+from arriero.components.publisher import WeightPlane
 from arriero.components.recorded import RecordedRollouts
-from arriero.components.recovery import Recovery
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.replay import Replay
 from arriero.components.sampling import Sampling
 from arriero.components.training_options import TrainingOptions
+from arriero.components.versions import versions
 from arriero.engine.errors import UserError
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import current
@@ -151,32 +151,12 @@ class Trainer:
 
                 parked = await compute(ParkedTraining, state)
                 compute.asleep, compute.awake = parked.park, parked.unpark
-            publish = await compute(Publisher, state, self.weights, context)
-            checkpoint = await compute(Checkpointer, state, self.checkpoints, context)
-            past = await compute(Recovery, state, self.checkpoints, context, checkpoint.ranks)
-            measured = [step.metrics for step in context.made]
-            lacks = True
-            while lacks:
-                if past.wanted(state.version):
-                    weights = await compute(publish, state.version, past.metrics(state.version))
-                    past.check(weights)
-                    yield weights
-                lacks = await compute(past.step)
-            while state.version < self.steps:
-                await compute.rest()
-                if (batch := await batches.next()) is None:
-                    break
-                metrics = await compute(state.step, batch)
-                measured.append(metrics)
-                self._stop_if_unhealthy(measured, state.version)
-                weights = await compute(publish, state.version, metrics)
-                await compute(checkpoint)
+            made = versions(
+                state, state.step, batches, compute, context, steps=self.steps, checkpoints=self.checkpoints,
+                plane=self.weights, judge=self._stop_if_unhealthy, save=self.save,
+            )  # fmt: skip
+            async for weights in made:
                 yield weights
-            await compute(checkpoint.close, last=True)
-            if self.save:
-                await compute(state.save, context.run_dir / "model")
-            await compute.rest()
-            await compute.aside(publish.close)  # it may wait for a generator that waits for its turn
 
     def gates(self) -> tuple[Gate, ...]:
         return (*self.mismatch.gates(), *self.health.gates())

@@ -14,36 +14,24 @@ An update is all or nothing: what can be wrong with a batch, a loss or a gradien
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from arriero.components.adapters import trained
 from arriero.components.comparing import Taught
-from arriero.components.descent import Descent
 from arriero.components.forward import Predicted
-from arriero.components.losses import (
-    Aggregation,
-    Bounded,
-    Comparing,
-    Loss,
-    facts,
-    reference,
-    sequence_weights,
-)
+from arriero.components.learner import Learner
+from arriero.components.losses import Aggregation, Bounded, Comparing, Loss, facts, reference
 from arriero.components.measures import Measures, over_updates, reward_spread
 from arriero.components.optimizer import SGD, AdamW, Muon
-from arriero.components.packing import MicroBatch, check_samples, pack, plan, read
-from arriero.components.policy import load_policy, save_description
-from arriero.components.preparing import prepared, prepared_teacher, split
-from arriero.components.sharding import local
-from arriero.components.trained_weights import TrainedWeights
+from arriero.components.packing import MicroBatch, check_samples
+from arriero.components.policy import load_policy
+from arriero.components.preparing import prepared, prepared_teacher
 from arriero.components.training_options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -57,15 +45,13 @@ __all__ = ["TrainState", "load_policy"]
 _DEFAULTS = TrainingOptions()
 
 
-class TrainState:
+class TrainState(Learner):
     """A policy in training: `version` is the number of batches that made its weights, one `step` each.
 
     A step takes an update on each of `minibatches` equal parts of the batch, `epochs` times; by default one
-    update on the whole. With a process `group` every rank calls `step` with the same batch, trains its share
-    of it and ends with the same weights, or with its part of them (`options.shards`). Parameters are
-    float32; `options` say what the forward pass computes in, and all else that a step costs. `mismatch_bound`
-    is that of `Measures`; None if no sample comes from these weights, whatever version it names. `teacher`,
-    of the same vocabulary, is what a loss that needs a divergence compares with; it is changed in place.
+    update on the whole. `mismatch_bound` is that of `Measures`; None if no sample comes from these weights,
+    whatever version it names. `teacher`, of the same vocabulary, is what a loss that needs a divergence
+    compares with; it is changed in place.
     """
 
     def __init__(
@@ -86,30 +72,20 @@ class TrainState:
         mismatch_bound: float | None = 0.5,
         teacher: PreTrainedModel | None = None,
     ) -> None:
-        half = sorted({str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4})
-        if half:
-            raise TypeError(
-                f"parameters are {half}: small updates vanish; load float32 and set precision=bfloat16"
-            )
-        self.model = model
         model.train(False)  # dropout would make the policy another one than the generator's
-        self.tokenizer = tokenizer
-        self.loss = loss
-        self.version = 0
-        self._facts = facts(loss)
-        self._token_budget = token_budget
-        self._aggregation: tuple[Aggregation, float] = (aggregation, horizon)
-        self._updates = (minibatches, epochs)
-        self.group = group
-        self._mismatch_bound = mismatch_bound
-        self.options = options
-        self._forward = prepared(model, options)
+        forward = prepared(model, options)
         ranks = 1 if group is None else group.size()
         self._teacher = None if teacher is None else prepared_teacher(teacher, options, ranks=ranks)
-        shards = split(self._forward, options, ranks=ranks) if options.shards > 1 else None
-        self.weights = TrainedWeights(model, options.average)
-        self._arrive: Callable[[], None] = lambda: None
-        self._descent = Descent(trained(model), optimizer, steps=steps, group=group, shards=shards)
+        super().__init__(
+            forward, tokenizer, optimizer=optimizer, steps=steps, token_budget=token_budget, options=options,
+            group=group,
+        )  # fmt: skip
+        self._forward = forward
+        self.loss = loss
+        self._facts = facts(loss)
+        self._aggregation: tuple[Aggregation, float] = (aggregation, horizon)
+        self._updates = (minibatches, epochs)
+        self._mismatch_bound = mismatch_bound
         # A vector of one, as checkpoints hold it; the same on all ranks.
         self._multiplier = torch.tensor(
             [loss.multiplier] if isinstance(loss, Bounded) else [], dtype=torch.float64
@@ -148,20 +124,8 @@ class TrainState:
         self, batch: Batch, aggregation: tuple[Aggregation, float] | None = None
     ) -> list[MicroBatch]:
         """This rank's share of `batch`, on its device, weighed so that it is one update."""
-        samples = batch.samples
         how, horizon = aggregation or self._aggregation
-        counts = np.array([s.mask.sum() for s in samples], dtype=np.int64)
-        weights = sequence_weights(counts, how, horizon=horizon)
-        layout = self.options.packing
-        ranks, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
-        shares = plan(
-            [read(s) for s in samples],
-            token_budget=self._token_budget,
-            ranks=ranks,
-            layout=layout,
-            together=self._facts.together,
-        )
-        return [pack(samples, m, weights, layout=layout, device=self.model.device) for m in shares[rank]]
+        return self.packed(batch.samples, how, horizon=horizon, together=self._facts.together)
 
     def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [T] of the trained tokens under the weights of now."""
@@ -179,59 +143,9 @@ class TrainState:
             return None
         return Taught(hidden_TG=self._teacher(micro), linear=self._teacher.linear, between=self.loss.between)
 
-    def state_dict_for_weights(self) -> dict[str, Tensor]:
-        """Name -> tensor of the policy as generators know it, what is published: DTensors of a split one.
-
-        A tensor that several names share comes once. With adapters all ranks call it together.
-        """
-        return self.weights.plain("publish")
-
-    def forget_gradients(self) -> None:
-        """Give back the memory of the gradients; each update begins without any."""
-        self._descent.clear()
-
-    def before_moments(self, call: Callable[[], None]) -> None:
-        """Have `call` called before anything but the weights is used: moments, averages."""
-        self._arrive = call
-        self._descent.before_optimizer(call)
-
-    def save(self, directory: Path) -> None:
-        """Write safetensors, config and tokenizer as `load_policy` reads them; every rank calls it."""
-        self._arrive()
-        first = self.group is None or self.group.rank() == 0
-        self.weights.write(directory, first=first)
-        if first:
-            save_description(self.model, self.tokenizer, directory)
-
-    def checkpoint(self) -> dict[str, Tensor]:
-        """Everything `restore` needs to go on bit for bit, as live tensors: weights, moments, version.
-
-        Of a split policy they are DTensors, as torch.distributed.checkpoint takes them.
-        """
-        self._arrive()
-        return self._own() | self._descent.checkpoint() | {"version": torch.tensor(self.version)}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `checkpoint` gave; ValueError naming the tensors that are missing."""
-        mine = self._own()
-        own = mine.keys() | {"version"} | self._descent.wanted(tensors)
-        if missing := sorted(own - tensors.keys()):
-            raise ValueError(f"the checkpoint lacks {len(missing)} of {len(own)} tensors: {missing[:3]}")
-        with torch.no_grad():
-            for name, tensor in mine.items():
-                local(tensor).copy_(local(tensors[name]))
-        self._descent.restore(tensors)
-        self.version = int(tensors["version"])
-
-    def blank(self, updates: int) -> dict[str, Tensor]:
-        """What `checkpoint` gives after so many updates, to be read into; the weights are the live ones."""
-        return self._own() | self._descent.blank(updates) | {"version": torch.tensor(0)}
-
     def _own(self) -> dict[str, Tensor]:
-        """The weights, their average and what a loss has learned."""
-        tensors = {f"model.{name}": t for name, t in self.weights.raw().items()}
-        tensors |= {f"average.{name}": t for name, t in self.weights.average().items()}
-        return tensors | ({"loss.multiplier": self._multiplier} if len(self._multiplier) else {})
+        """And what a loss has learned."""
+        return super()._own() | ({"loss.multiplier": self._multiplier} if len(self._multiplier) else {})
 
     def _check(self, batch: Batch) -> None:
         """ValueError for a batch that can't be trained on."""

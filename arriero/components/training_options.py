@@ -113,6 +113,28 @@ class TrainingOptions:
             )
         return found
 
+    def scorer_problems(self, *, ranks: int, optimizer: str, saved: bool) -> list[str]:
+        """The same for a model whose head gives one number; `saved`: it is written at the end."""
+        found = self.problems(ranks=ranks, optimizer=optimizer)
+        default = TrainingOptions()
+        if self.lora.rank:
+            found.append(
+                f"training.lora.rank={self.lora.rank}: a new head is trained as a whole, which an adapter "
+                "isn't; leave it out"
+            )
+        if (self.fp32_logits, self.logits_mb) != (default.fp32_logits, default.logits_mb):
+            found.append(
+                "training.fp32_logits and training.logits_mb are for logits, but this head gives one number, "
+                "always in float32; leave them out"
+            )
+        if self.average.decay and not (saved and self.average.used_for == "save"):
+            what = "nothing is published" if saved else "nothing is saved or published"
+            found.append(
+                f"training.average.decay={self.average.decay}, used_for={self.average.used_for}: {what} of "
+                "this model; leave it out"
+            )
+        return found
+
 
 def _others(lora: LoRA) -> str:
     """The options of an adapter that aren't as they are by default, as keys with values."""

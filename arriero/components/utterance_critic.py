@@ -10,11 +10,12 @@ Source: ArCHer, arXiv:2402.19446, section 3.2.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import field
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +23,20 @@ from pydantic import ConfigDict, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantages import on_tokens, utterance_td, utterances, whitened_tokens
+from arriero.components.checkpoints import Checkpointer, Checkpoints
 from arriero.components.compute import ComputeThread, own_device
-from arriero.components.losses import value_loss
 from arriero.components.masked import on_mask
 from arriero.components.model_directory import check_model_directory
 from arriero.components.optimizer import AdamW
+from arriero.components.recovery import Recovery
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import current
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Batch, Sample
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from arriero.components.packing import PackedTokens
+    from arriero.components.soft_critic import DoubleCritic
 
 Floats = npt.NDArray[np.float64]
 
@@ -48,7 +49,7 @@ class UtteranceCritic:
     one-step targets `r + gamma V(next turn)` for Q and Q for V, from a copy of itself that follows by `tau`
     an update (soft targets). After the last turn nothing comes, also where a conversation was cut off.
     `whiten`: the advantages of a batch have mean 0 and variance 1 over its tokens. The critics start from
-    `model` with two random heads, and stay in this process.
+    `model` with two random heads, and stay in this process. `training`: how their updates are computed.
     """
 
     model: str
@@ -59,34 +60,66 @@ class UtteranceCritic:
     updates: PositiveInt = 4
     whiten: bool = True
     token_budget: PositiveInt = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     computes: ClassVar[bool] = True
-    learns: ClassVar[bool] = True
+
+    def checkpoint_place(self, run_dir: Path, run_id: str, node: str) -> str:
+        return self.checkpoints.place(run_dir, run_id, node)
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from check_model_directory(self.model)
         yield from self.optimizer.problems(steps=self.steps * self.updates)
-        if view.ranks > 1:
-            yield f"ranks={view.ranks}: a critic is one process; its values are of whole batches"
+        yield from self.checkpoints.problems()
+        yield from self.training.scorer_problems(ranks=view.ranks, optimizer=self.optimizer.kind, saved=False)
 
     async def run(self, batches: Stream[Batch], replayed: Stream[Batch]) -> AsyncIterator[Batch]:
+        context = current()
         with ComputeThread("utterance-critic") as compute:
-            critics = await compute(self._load, current().seed)
+            state = await compute(self._load, context.ranks, context.seed)
+            checkpoint = await compute(Checkpointer, state, self.checkpoints, context)
+            learn = partial(self._learn, state)
+            past = await compute(Recovery, state, self.checkpoints, context, checkpoint.ranks, learn)
+            await compute(past.catch_up)
             async for batch in batches:
                 old = await replayed.next()
                 if old is None or old.parents != (batch.id,):
                     raise RuntimeError(f"{batch.id} came without its replayed batch; feed both of one stream")
-                for part in _parts(old.samples, self.updates):
-                    for critic in critics:
-                        await compute(critic.learn, part)
-                judged = await compute(self._judged, critics, batch.samples)
+                await compute(learn, batch, old)
+                judged = await compute(self._judged, state, batch.samples)
                 yield batch.model_copy(update={"samples": judged, "parents": (batch.id, old.id)})
+                await compute(checkpoint)
+            await compute(checkpoint.close, last=True)
 
-    def _load(self, seed: int) -> tuple[_SoftCritic, ...]:
-        return tuple(_SoftCritic(self, seed=2 * seed + number) for number in range(2))
+    def _load(self, ranks: int, seed: int) -> DoubleCritic:
+        import torch.distributed as dist
 
-    def _judged(self, critics: Sequence[_SoftCritic], samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+        from arriero.components.scoring_model import load_scorer
+        from arriero.components.soft_critic import DoubleCritic, SoftCritic
+
+        def critic(number: int) -> SoftCritic:
+            return SoftCritic(
+                load_scorer(self.model, device=own_device())[0], seed=2 * seed + number, tau=self.tau,
+                optimizer=self.optimizer, steps=self.steps * self.updates, token_budget=self.token_budget,
+                options=self.training, group=dist.group.WORLD if ranks > 1 else None,
+            )  # fmt: skip
+
+        return DoubleCritic((critic(0), critic(1)))
+
+    def _learn(self, state: DoubleCritic, batch: Batch, replayed: Batch) -> None:
+        """Of `batch` itself nothing: it is judged by what has been learned."""
+        del batch
+        for part in _parts(replayed.samples, self.updates):
+            inputs = [read_turns(s) for s in part]
+            for critic in state.critics:
+                slow = [_values(v) for v in critic.said(inputs)]
+                targets = [turn_targets(s, *v, gamma=self.gamma) for s, v in zip(part, slow, strict=True)]
+                critic.learn([_with_targets(s, t) for s, t in zip(inputs, targets, strict=True)])
+        state.version += 1
+
+    def _judged(self, state: DoubleCritic, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
         inputs = [read_turns(s) for s in samples]
-        read = [[_values(v) for v in critic.online.values(inputs)] for critic in critics]
+        read = [[_values(v) for v in critic.online.values(inputs)] for critic in state.critics]
         advantages = [
             on_tokens(np.minimum(*(q for _, q in pair)) - np.minimum(*(v for v, _ in pair)), sample.mask)
             for sample, pair in zip(samples, zip(*read, strict=True), strict=True)
@@ -99,47 +132,6 @@ class UtteranceCritic:
             s.model_copy(update={"advantages": a.astype(np.float32)})
             for s, a in zip(samples, advantages, strict=True)
         )
-
-
-class _SoftCritic:
-    """A scoring model and the slow copy of it that its targets come from."""
-
-    def __init__(self, config: UtteranceCritic, *, seed: int) -> None:
-        import torch
-
-        from arriero.components.scoring_model import ScoringState, load_scorer
-
-        model: Any = load_scorer(config.model, device=own_device())[0]
-        weight: Tensor = model.score.weight
-        # Two heads of zeros would be one critic for ever.
-        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            weight.copy_(0.1 * noise / weight.shape[1] ** 0.5)
-        self._gamma, self._tau, self._budget = config.gamma, config.tau, config.token_budget
-        self._slow = copy.deepcopy(model)
-        self.online = ScoringState(
-            model, optimizer=config.optimizer, steps=config.steps * config.updates, token_budget=self._budget
-        )
-
-    def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One update of the critic, and a step of its copy towards it."""
-        import torch
-
-        from arriero.components.scoring_model import sample_scores
-
-        inputs = [read_turns(s) for s in samples]
-        slow = sample_scores(self._slow, inputs, token_budget=self._budget)
-        targets = [
-            turn_targets(sample, *_values(v), gamma=self._gamma)
-            for sample, v in zip(samples, slow, strict=True)
-        ]
-        told = [_with_targets(s, t) for s, t in zip(inputs, targets, strict=True)]
-        metrics = self.online.step(told, _squared_error)
-        with torch.no_grad():
-            fast = self.online.model.parameters()
-            for held, new in zip(self._slow.parameters(), fast, strict=True):
-                held.lerp_(new, self._tau)
-        return metrics
 
 
 def read_turns(sample: Sample) -> Sample:
@@ -181,10 +173,6 @@ def _values(read: npt.NDArray[np.float32]) -> tuple[Floats, Floats]:
 
 def _with_targets(sample: Sample, targets: Floats) -> Sample:
     return sample.model_copy(update={"advantages": on_mask(sample.mask, targets, elsewhere=0.0)})
-
-
-def _squared_error(values_T: Tensor, tokens: PackedTokens) -> Tensor:
-    return value_loss(values_T, tokens.advantages_T)
 
 
 def _parts(samples: tuple[Sample, ...], number: int) -> list[tuple[Sample, ...]]:

@@ -93,7 +93,10 @@ class HasLimit(Protocol):
 
 @runtime_checkable
 class Recovers(Protocol):
-    """A trainer that goes on from `Context.made` when it starts again."""
+    """A component that learns, and goes on from `Context.made` when it starts again.
+
+    It makes versions, or stands before what does and gives one record for each that it learns from.
+    """
 
     def checkpoint_place(self, run_dir: Path, run_id: str, node: str) -> str:
         """The URL of its checkpoints; empty if it needs none."""

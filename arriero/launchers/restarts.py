@@ -5,11 +5,11 @@
 | generator, reward, ...   | nothing: what it had taken is delivered again at once, and stored once        |
 | one that gathers records | the same; what has been trained meanwhile goes no further                     |
 | source                   | the ledger: it passes over what is settled, and sends again what is under way |
-| trainer, with a record   | its checkpoint and the recorded batches after it                              |
+| what learns, with record | its checkpoint and the recorded batches after it                              |
 
-Without the hub, and without a trainer on several ranks or without a record, all of the run starts again,
-from what is certain (`resuming`). A component that learns and keeps no checkpoints can't come back: its end
-ends the run. An error that a component raises isn't tried again: it would come back.
+Without the hub, and without what learns on several ranks or without a record, all of the run starts again,
+from what is certain (`resuming`). What makes versions and keeps no checkpoints can't come back: its end ends
+the run. An error that a component raises isn't tried again: it would come back.
 """
 
 from __future__ import annotations
@@ -99,6 +99,5 @@ def _replaceable(spec: GraphSpec, role: str, options: RunOptions) -> bool:
 
 def _comes_back(node: NodeSpec, options: RunOptions) -> bool:
     kind = resolve(node.component)
-    if not issubclass(resolve(node.output), Weights):
-        return not getattr(kind, "learns", False)
-    return options.record and issubclass(kind, Recovers)
+    learns = issubclass(kind, Recovers)
+    return options.record if learns else not issubclass(resolve(node.output), Weights)

@@ -1,6 +1,6 @@
 """A run that has ended goes on, in its own directory: after Ctrl-C, a crash, or its last step.
 
-    ledger (of the record, if there is one) -> the newest version that each trainer can come back to
+    ledger (of the record, if there is one) -> the newest version that all that learns can come back to
         -> `Resumed`: what came after it is undone -> history.jsonl, which the new hub fills the ledger with
 
 Ledger and record keep what was undone. Where there is a record, the ledger file is written anew from it: what
@@ -11,27 +11,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from arriero.engine.broker import Broker
-from arriero.engine.checkpoints import CheckpointStore
 from arriero.engine.component import Recovers
 from arriero.engine.errors import UserError
-from arriero.engine.graph import Graph
 from arriero.engine.lineage.chain import ChainError
 from arriero.engine.lineage.reader import Lineage
-from arriero.engine.lineage.recorder import recorded
 from arriero.engine.portable import resolve
 from arriero.engine.runtime.journal import record
 from arriero.engine.runtime.ledger import effective
 from arriero.engine.runtime.outputs import together
+from arriero.launchers.certain import certain
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import EVENT, Admitted, Event, Resumed, Trained
-from arriero.schemas.messages import RolloutGroup, ScoredGroup, Weights
+from arriero.schemas.ledger import EVENT, Admitted, Event, Resumed
+from arriero.schemas.messages import Weights
 from arriero.schemas.run import RunOptions
 
 _AT_ONCE = 64
@@ -57,14 +54,10 @@ def go_on(
     kept = _record(options, run) if options.record else None
     events = kept.events if kept is not None else _ledger(run.ledger)
     history = effective(events)
-    made = [e for e in history if isinstance(e, Trained)]
-    versions = {
-        name: _newest(spec, name, [e for e in made if e.node == name], options, run, kept, bool(changed))
-        for name in trainers(spec)
-    }
+    versions, learned = certain(spec, history, options, run, kept, changed=bool(changed))
     number = 1 + sum(isinstance(e, Resumed) for e in events)
     told = tuple(f"{key}: {what}" for key, what in (changed or {}).items())
-    resumed = Resumed(number=number, versions=versions, anew=anew, changed=told, why=why)
+    resumed = Resumed(number=number, versions=versions, learned=learned, anew=anew, changed=told, why=why)
     history = effective([*events, resumed])
     _write(run.ledger, [*events, resumed])
     _write(run.history, [resumed, *history])
@@ -91,7 +84,7 @@ def check_can_go_on(spec: GraphSpec, options: RunOptions) -> None:
     for node in spec.nodes:
         kind = resolve(node.component)
         makes_versions = issubclass(resolve(node.output), Weights) and any(not i.loop for i in node.inputs)
-        if (makes_versions and not issubclass(kind, Recovers)) or getattr(kind, "learns", False):
+        if makes_versions and not issubclass(kind, Recovers):
             raise UserError(
                 f"{node.name}: {kind.__name__} learns and keeps no checkpoints, so a run with it can't "
                 "go on; start a new one"
@@ -108,11 +101,6 @@ def _check_older_versions(spec: GraphSpec, options: RunOptions, changed: Mapping
             "the last, made again from the record, and with this change they would be others; begin a new "
             "run --from RUN@STEP"
         )
-
-
-def trainers(spec: GraphSpec) -> list[str]:
-    """The nodes that come back to a version of their own."""
-    return [n.name for n in spec.nodes if issubclass(resolve(n.component), Recovers)]
 
 
 async def fill_ledger(broker: Broker, run: RunDir) -> None:
@@ -145,43 +133,6 @@ def _record(options: RunOptions, run: RunDir) -> Lineage:
     if kept.broken:
         raise UserError(f"the run can't go on, for its record is damaged: {kept.broken}")
     return kept
-
-
-def _newest(
-    spec: GraphSpec,
-    node: str,
-    steps: Sequence[Trained],
-    options: RunOptions,
-    run: RunDir,
-    kept: Lineage | None,
-    changed: bool,
-) -> int:
-    """The newest version that the trainer `node` can come back to; newer checkpoints are removed.
-
-    A run of which something has `changed` comes back to a checkpoint: its recorded steps would be taken again
-    as it is now, and make weights that there never were.
-    """
-    component: object = Graph.from_spec(spec).nodes[node].component
-    assert isinstance(component, Recovers), "it is one of `trainers`"
-    place = component.checkpoint_place(run.path, options.run_id, node)
-    version = steps[-1].version if steps else 0
-    if kept is not None:
-        grouped = any(
-            issubclass(resolve(spec.node(edge).output), RolloutGroup | ScoredGroup) for edge in recorded(spec)
-        )
-        whole = takewhile(lambda step: _on_record(kept, step.batch, grouped=grouped), steps)
-        version = max((step.version for step in whole), default=0)
-    if kept is None or changed:
-        version = (CheckpointStore(place).newest(at_most=version) or 0) if place else 0
-    if place:
-        CheckpointStore(place).forget_after(version)
-    return version
-
-
-def _on_record(kept: Lineage, batch: str, *, grouped: bool) -> bool:
-    """Whether a batch is there with all groups that it names; a broker that was lost may have had some."""
-    entry = kept.batches.get(batch)
-    return entry is not None and not (grouped and any(group not in kept.groups for group in entry.groups))
 
 
 def _ledger(path: Path) -> list[Event]:

@@ -12,6 +12,7 @@ from arriero.components.environments.recipe import EnvironmentConfig
 from arriero.components.losses import AIPO
 from arriero.components.optimizer import AdamW
 from arriero.components.replay import Replay
+from arriero.components.training_options import TrainingOptions
 from arriero.components.utterance_critic import UtteranceCritic
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Weights
@@ -30,6 +31,8 @@ class ArcherConfig(EnvironmentConfig):
     capacity: PositiveInt = 10000
     critic_updates: PositiveInt = 4
     critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
+    critic_training: TrainingOptions = field(default_factory=TrainingOptions)
+    critic_ranks: PositiveInt = 1
     rho: PositiveFloat = 2.0
 
 
@@ -45,8 +48,9 @@ def archer(cfg: ArcherConfig) -> Graph:
     replayed = g.add(Replay(capacity=cfg.capacity, samples=cfg.replay))(batches)
     critic = UtteranceCritic(
         model=cfg.model, steps=cfg.steps, optimizer=cfg.critic_optimizer, gamma=cfg.gamma, tau=cfg.tau,
-        updates=cfg.critic_updates, token_budget=cfg.token_budget,
+        updates=cfg.critic_updates, token_budget=cfg.token_budget, training=cfg.critic_training,
+        checkpoints=cfg.checkpoints,
     )  # fmt: skip
-    judged = g.add(critic, name="critic")(batches, replayed)
+    judged = g.add(critic, name="critic", ranks=cfg.critic_ranks)(batches, replayed)
     weights.close(g.add(cfg.trainer(AIPO(rho=cfg.rho)), ranks=cfg.ranks)(judged))
     return g

@@ -14,6 +14,7 @@ from arriero.components.optimizer import AdamW
 from arriero.components.recipe import SampledConfig
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.reward_model import RewardModel
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Weights
 
@@ -34,6 +35,8 @@ class PPOConfig(SampledConfig):
     bootstrap: bool = False  # a response that was cut off goes on with the critic's value
     minibatches: PositiveInt = 4
     critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
+    critic_training: TrainingOptions = field(default_factory=TrainingOptions)
+    critic_ranks: PositiveInt = 1
 
 
 def ppo(cfg: PPOConfig) -> Graph:
@@ -50,9 +53,9 @@ def ppo(cfg: PPOConfig) -> Graph:
     critic = Critic(
         model=cfg.model, steps=cfg.steps, optimizer=cfg.critic_optimizer, gamma=cfg.gamma, lam=cfg.lam,
         kl=cfg.kl, clip=cfg.value_clip, epochs=cfg.minibatches, bootstrap=cfg.bootstrap,
-        token_budget=cfg.token_budget,
+        token_budget=cfg.token_budget, training=cfg.critic_training, checkpoints=cfg.checkpoints,
     )  # fmt: skip
-    judged = g.add(critic, name="critic")(read)
+    judged = g.add(critic, name="critic", ranks=cfg.critic_ranks)(read)
     loss = ClippedPolicyGradient(low=cfg.clip, high=cfg.clip, dual_clip=cfg.dual_clip)
     weights.close(g.add(cfg.trainer(loss, minibatches=cfg.minibatches), ranks=cfg.ranks)(judged))
     return g

@@ -7,9 +7,11 @@ from dataclasses import field
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.checkpoints import Checkpoints
 from arriero.components.optimizer import AdamW
 from arriero.components.preferences import PreferenceBatch, PreferenceSource
 from arriero.components.reward_model import RewardTrainer
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import Graph
 
 
@@ -25,6 +27,8 @@ class RewardModelConfig:
     max_length: PositiveInt = 512
     ranks: PositiveInt = 1
     token_budget: PositiveInt = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
 
 def reward_model(cfg: RewardModelConfig) -> Graph:
@@ -34,7 +38,8 @@ def reward_model(cfg: RewardModelConfig) -> Graph:
     batcher = PreferenceBatch(model=cfg.model, pairs=cfg.pairs_per_step, max_length=cfg.max_length)
     batches = g.add(batcher, name="batch")(pairs)
     trainer = RewardTrainer(
-        model=cfg.model, steps=cfg.steps, optimizer=cfg.optimizer, token_budget=cfg.token_budget
-    )
+        model=cfg.model, steps=cfg.steps, optimizer=cfg.optimizer, token_budget=cfg.token_budget,
+        training=cfg.training, checkpoints=cfg.checkpoints,
+    )  # fmt: skip
     g.add(trainer, name="trainer", ranks=cfg.ranks)(batches)
     return g

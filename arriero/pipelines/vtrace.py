@@ -14,6 +14,7 @@ from arriero.components.losses import AIPO
 from arriero.components.optimizer import AdamW
 from arriero.components.policy_logprobs import PolicyLogprobs
 from arriero.components.recipe import PolicyGradientConfig
+from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Weights
 
@@ -35,6 +36,8 @@ class VTraceConfig(PolicyGradientConfig):
     value_clip: PositiveFloat = 0.2
     critic_updates: PositiveInt = 1
     critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
+    critic_training: TrainingOptions = field(default_factory=TrainingOptions)
+    critic_ranks: PositiveInt = 1
     health: HealthGates = field(default_factory=lambda: HealthGates(masked=High(warn=0.75)))  # half is usual
 
 
@@ -52,8 +55,8 @@ def vtrace(cfg: VTraceConfig) -> Graph:
     critic = Critic(
         model=cfg.model, steps=cfg.steps, optimizer=cfg.critic_optimizer, gamma=cfg.gamma, lam=cfg.lam,
         clip=cfg.value_clip, epochs=cfg.critic_updates, vtrace=cfg.clips, whiten=cfg.whiten,
-        token_budget=cfg.token_budget,
+        token_budget=cfg.token_budget, training=cfg.critic_training, checkpoints=cfg.checkpoints,
     )  # fmt: skip
-    judged = g.add(critic, name="critic")(read)
+    judged = g.add(critic, name="critic", ranks=cfg.critic_ranks)(read)
     weights.close(g.add(cfg.trainer(AIPO(rho=cfg.rho)), ranks=cfg.ranks)(judged))
     return g

@@ -64,6 +64,21 @@ class Trained(Message):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
+class Learned(Message):
+    """A node before the trainer learned from `inputs`, as its step `version`, and gave `batch` for them.
+
+    What becomes of the prompts `origins` the trainer says. The event follows the batch: where it stands, the
+    batch is durable.
+    """
+
+    kind: Literal["learned"] = "learned"
+    node: str
+    version: PositiveInt
+    batch: str
+    inputs: tuple[str, ...]
+    origins: tuple[int, ...]
+
+
 class Evaluated(Message):
     """A held-out prompt came back: the scores of its samples. `version` sampled every token of them.
 
@@ -103,20 +118,24 @@ class Restarted(Message):
 class Resumed(Message):
     """The run goes on after all of it had ended, from these `versions` by trainer; the `number`-th time.
 
-    What came after them is undone: steps, and evaluations. Prompts that were under way are so again, unless
-    `anew`: then they stay dropped. `changed` is what was allowed to differ, as `key: before -> now`.
+    `learned` is the same of what learns before them. What came after is undone: steps, and evaluations.
+    Prompts that were under way are so again, unless `anew`: then they stay dropped. `changed` is what was
+    allowed to differ, as `key: before -> now`.
     """
 
     kind: Literal["resumed"] = "resumed"
     number: PositiveInt
     versions: dict[str, NonNegativeInt]
+    learned: dict[str, NonNegativeInt] = Field(default_factory=dict)
     anew: bool = False
     changed: tuple[str, ...] = ()
     why: str = ""
 
 
+Step = Trained | Learned
 Event = Annotated[
-    Admitted | DroppedEvent | Trained | Evaluated | Started | Restarted | Resumed, Field(discriminator="kind")
+    Admitted | DroppedEvent | Trained | Learned | Evaluated | Started | Restarted | Resumed,
+    Field(discriminator="kind"),
 ]
 # A union doesn't take over the setting of its members: a metric that overflowed would be written as null.
 EVENT: TypeAdapter[Event] = TypeAdapter(Event, config=ConfigDict(ser_json_inf_nan="strings"))

@@ -22,7 +22,7 @@ from arriero.engine.lineage.content import (
 )
 from arriero.engine.lineage.spaces import Spaces
 from arriero.engine.runtime.ledger import effective
-from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Resumed, Trained
+from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Learned, Resumed, Trained
 from arriero.schemas.lineage import (
     Anchor,
     BatchEntry,
@@ -287,6 +287,14 @@ class Lineage:
         batch = self.batch(step.batch)
         gone = {d.parent for d in self.dropped if d.node == step.node} & {s.group for s in batch.samples}
         return batch.without(frozenset(gone)) if gone else batch
+
+    def learned_batches(self, step: Learned) -> tuple[Batch, ...]:
+        """What a node before the trainer learned from, without the groups that it had to leave out."""
+        found = [self.batch(name) for name in step.inputs]
+        gone = [
+            {s.group for s in b.samples if not s.replayed and s.origin not in step.origins} for b in found
+        ]
+        return tuple(b.without(frozenset(g)) if g else b for b, g in zip(found, gone, strict=True))
 
     def _tokens(self, place: Place) -> Columns:
         return self._spaces.read("rollouts", place, *TOKENS) if place.size else columns([])

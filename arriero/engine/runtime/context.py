@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arriero.schemas.checkpoints import Frontier
-from arriero.schemas.ledger import Trained
+from arriero.schemas.ledger import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Context:
     """Add to a named counter of this node, shown in its status and in the summary."""
     measured: Callable[[str], float | None] = lambda record: None
     """Of a source: the share of right rollouts of a record of its own, once versions show it."""
-    made: tuple[Trained, ...] = ()
-    """Of a loop's producer: the steps that it had made when it started, if this isn't its first life."""
+    made: tuple[Step, ...] = ()
+    """Of what learns: the steps that it had made when it started, if this isn't its first life."""
     announced: int = -1
     """Of a loop's producer: the newest version that its loop carries already."""
     record_url: str = ""

@@ -16,7 +16,7 @@ import numpy as np
 
 from arriero.engine.rates import Window, repetitions, windows
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import DroppedEvent, Evaluated, Event, Trained
+from arriero.schemas.ledger import DroppedEvent, Evaluated, Event, Learned, Trained
 from arriero.schemas.messages import Batch, Record, RolloutGroup, Sample, ScoredGroup, Weights, oldest
 
 
@@ -168,6 +168,11 @@ def trained(node: str, weights: Weights, batch: Record) -> Trained:
         right_shares=_right_shares(batch.origins, samples),
         metrics=weights.metrics,
     )  # fmt: skip
+
+
+def learned(node: str, version: int, output: Record, inputs: tuple[str, ...]) -> Learned:
+    """The ledger's event for one step of what learns before the trainer."""
+    return Learned(node=node, version=version, batch=output.id, inputs=inputs, origins=output.origins)
 
 
 def sampled_tokens(output: Record) -> int:

@@ -11,7 +11,7 @@ from secrets import token_hex
 
 from arriero.engine.broker import Broker
 from arriero.engine.runtime.journal import follow_ledger, record
-from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Started, Trained
+from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Learned, Started, Step, Trained
 
 
 class History:
@@ -35,7 +35,7 @@ class History:
         self._node, self._replica, self._broker, self._heard = node, replica, broker, heard
         self._life = token_hex(8)
         self.lives = 0
-        self.made: list[Trained] = []
+        self.made: list[Step] = []
         self.admitted: dict[int, Admitted] = {}
         self.open: set[int] = set()
         self.read = asyncio.Event()
@@ -61,6 +61,8 @@ class History:
                 self.open.difference_update(event.origins)
                 if event.node == self._node:
                     self.made.append(event)
+            case Learned() if event.node == self._node:
+                self.made.append(event)
             case DroppedEvent():
                 self.open.difference_update(event.origins)
             case Evaluated():
@@ -72,15 +74,15 @@ class History:
 
 
 class Done:
-    """The prompts that a trainer has trained, so that none is trained twice, whatever comes again."""
+    """The prompts that a node has trained or learned from: none is twice, whatever comes again."""
 
-    def __init__(self, trainer: str) -> None:
-        self._trainer = trainer
+    def __init__(self, node: str) -> None:
+        self._node = node
         self._origins = bytearray()
 
     def apply(self, event: Event) -> None:
         """Take one event of the ledger into account."""
-        if isinstance(event, Trained) and event.node == self._trainer:
+        if isinstance(event, Trained | Learned) and event.node == self._node:
             self._origins.extend(bytes(max(0, max(event.origins, default=-1) + 1 - len(self._origins))))
             for origin in event.origins:
                 self._origins[origin] = 1

@@ -52,8 +52,8 @@ class Intake:
 
     def _untrained(self, arrived: Record) -> Record | None:
         """Without what has been trained already."""
-        if isinstance(arrived, Batch):
-            fresh = [s for s in arrived.samples if not s.replayed]
+        fresh = [s for s in arrived.samples if not s.replayed] if isinstance(arrived, Batch) else []
+        if isinstance(arrived, Batch) and fresh:
             trained = frozenset(s.group for s in fresh if s.origin in self._done)
             if not trained:
                 return arrived

@@ -18,6 +18,7 @@ from arriero.schemas.ledger import (
     Ended,
     Evaluated,
     Event,
+    Learned,
     Restarted,
     Resumed,
     Started,
@@ -35,6 +36,8 @@ def event_id(event: Event) -> str:
             return f"dropped:{event.parent}"
         case Trained():
             return f"trained:{event.node}:{event.version}"
+        case Learned():
+            return f"learned:{event.node}:{event.version}"
         case Evaluated():
             return f"evaluated:{event.id}"
         case Started():

@@ -13,6 +13,7 @@ from arriero.schemas.ledger import (
     DroppedEvent,
     Evaluated,
     Event,
+    Learned,
     Restarted,
     Resumed,
     Trained,
@@ -59,6 +60,8 @@ def _undone(event: Event, by: Resumed, for_good: set[str]) -> bool:
     match event:
         case Trained():
             return event.version > by.versions.get(event.node, event.version)
+        case Learned():
+            return event.version > by.learned.get(event.node, event.version)
         case DroppedEvent():
             return event.reason == "end_of_run" and not by.anew and event.parent not in for_good
         case Admitted():

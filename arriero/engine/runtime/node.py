@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from arriero.engine.backlog import Backlog
 from arriero.engine.broker import Broker, Lease
+from arriero.engine.component import Recovers
 from arriero.engine.graph import Graph, PerRecord
 from arriero.engine.rates import Window, ancestors
 from arriero.engine.runtime.context import Context, enter
 from arriero.engine.runtime.frontier import FrontierFold
-from arriero.engine.runtime.guard import Ahead, guarded, sampled_tokens, trained, trained_tokens
+from arriero.engine.runtime.guard import Ahead, guarded, learned, sampled_tokens, trained, trained_tokens
 from arriero.engine.runtime.handover import Handover
 from arriero.engine.runtime.history import Done, History
 from arriero.engine.runtime.inputs import EdgeSource
@@ -34,7 +35,7 @@ from arriero.engine.runtime.versions import LoopSource
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Loop, Source, Stream
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import DroppedEvent, Event, Trained, loop_log
+from arriero.schemas.ledger import DroppedEvent, Event, Step, Trained, loop_log
 from arriero.schemas.messages import Dropped, Record, RolloutGroup, Weights
 from arriero.schemas.run import RunOptions
 
@@ -78,11 +79,16 @@ class NodeRunner:
             next_version = lambda: self.clock.wait(ahead.none_under_way(over), before)  # noqa: E731
             self.context = replace(self.context, next_version=next_version)
         self._makes_versions = issubclass(node.output, Weights)
-        trainer = name if self._makes_versions else _trainer_after(spec, name, window)
-        self._frontier, self._done = FrontierFold(), Done(trainer)
-        heard = [self._done.apply, self._ahead.apply if self._ahead else self._frontier.apply]
+        self._learns = isinstance(node.component, Recovers) and not self._makes_versions
+        self._learned = 0  # steps of this node that aren't versions
+        self._trained = Done(name if self._makes_versions else _trainer_after(spec, name, window))
+        self._frontier, self._done = FrontierFold(), self._trained
+        heard = [self._trained.apply, self._ahead.apply if self._ahead else self._frontier.apply]
+        if self._learns:
+            self._done = Done(name)
+            heard += [self._done.apply] + [self._frontier.apply] * (self._ahead is not None)
         self.history = History(name, context.replica, broker, heard)
-        self._steps: dict[int, Trained] = {}  # those of earlier lives
+        self._steps: dict[int, Step] = {}  # those of earlier lives
         self._has_consumers = bool(spec.consumers(name))
         self.outbox = Outbox(
             broker,
@@ -91,6 +97,7 @@ class NodeRunner:
             clock=self.clock,
             consumers_left=progress.consumers_left.get(name),
             max_deliveries=options.max_deliveries,
+            one_by_one=self._learns,
         )
         self.intake = Intake(
             name,
@@ -156,9 +163,9 @@ class NodeRunner:
     @property
     def _remembers(self) -> bool:
         """Whether it matters to this node what was before it."""
-        return self._ahead is not None or self._makes_versions
+        return self._ahead is not None or self._makes_versions or self._learns
 
-    async def _recall(self) -> tuple[Trained, ...]:
+    async def _recall(self) -> tuple[Step, ...]:
         """The steps of earlier lives, once the ledger is read up to now."""
         if self._remembers:
             await self.clock.wait(self.history.read.wait(), "the ledger up to now")
@@ -167,7 +174,8 @@ class NodeRunner:
     async def _work(self, streams: dict[str, Any]) -> None:
         steps = await self._recall()
         self._steps = {step.version: step for step in steps}
-        if self._makes_versions:
+        self._learned = max(self._steps, default=0) if self._learns else 0
+        if self._makes_versions or self._learns:
             announced = await self._announced() if self.world.rank == 0 else -1
             enter(replace(self.context, made=steps, announced=announced, frontier=self._frontier.frontier))
         try:
@@ -256,7 +264,7 @@ class NodeRunner:
         name, parents = self._id_of(output.version)
         step = self._steps.get(output.version)
         self._version = output.version
-        if step is not None:  # what was said of it stands
+        if isinstance(step, Trained):  # what was said of it stands
             output = output.model_copy(update={"metrics": step.metrics})
         again = output.stamped(id=name + self._life, parents=parents, origins=step.origins if step else ())
         await self.outbox.put(again, ())
@@ -286,8 +294,14 @@ class NodeRunner:
                 batch = taken[parents[0]]
                 beside = trained(self.node.name, output, batch)
                 self.clock.tokens += trained_tokens(batch)
+        after: Event | None = None
+        if self._learns:
+            self._learned += 1
+            after = learned(self.node.name, self._learned, output, parents)
         # What a crash made come again has been trained already, and replaces nothing.
-        if self._ahead is not None and not (output.origins and all(o in self._done for o in output.origins)):
+        if self._ahead is not None and not (
+            output.origins and all(o in self._trained for o in output.origins)
+        ):
             self._ahead.gave(output)
         if self._handover is not None and isinstance(output, RolloutGroup):
             self._handover.lengths.note(output)
@@ -295,7 +309,7 @@ class NodeRunner:
         if parents and len(siblings) + 1 >= self._produces:
             leases = tuple(lease for p in parents for lease in self._answer(p))
             await self.outbox.put(
-                output, leases, first=first, beside=beside, siblings=siblings, earlier=earlier
+                output, leases, first=first, beside=beside, after=after, siblings=siblings, earlier=earlier
             )
         else:
             answer = await self.outbox.put(output, (), first=first, beside=beside, earlier=earlier)

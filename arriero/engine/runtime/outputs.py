@@ -25,9 +25,9 @@ class Outbox:
     """Publishes in the background, so that a component doesn't wait for the engine's answers.
 
     An answer is one task: its events, its output, then the acknowledgements. Answers start in order and run
-    side by side, at most 16 outputs on their way at a time (versions one at a time); a full edge therefore
-    stops the component soon. When all consumers have left (`consumers_left`) nobody will ever take another
-    record, and outputs are let go.
+    side by side, at most 16 outputs on their way at a time (versions, and with `one_by_one` all, one at a
+    time); a full edge therefore stops the component soon. When all consumers have left (`consumers_left`)
+    nobody will ever take another record, and outputs are let go.
 
     `failed` never has a result; it raises the first error of an answer.
     """
@@ -41,11 +41,12 @@ class Outbox:
         clock: NodeClock,
         consumers_left: asyncio.Event | None,
         max_deliveries: int,
+        one_by_one: bool = False,
     ) -> None:
         self._broker, self._producer, self._clock = broker, producer, clock
         self._logs = tuple(loop_log(name) for name in loops)
         self._consumers_left, self._max_deliveries = consumers_left, max_deliveries
-        self._most = 1 if loops else _AHEAD
+        self._most = 1 if loops or one_by_one else _AHEAD
         self._answers: dict[asyncio.Task[None], tuple[Lease, ...]] = {}
         self._sending: set[object] = set()  # one for each output that isn't on its edge and loops yet
         self._moved = asyncio.Event()
@@ -60,12 +61,14 @@ class Outbox:
         *,
         first: Event | None = None,
         beside: Event | None = None,
+        after: Event | None = None,
         siblings: Sequence[asyncio.Task[None]] = (),
         earlier: int = 0,
     ) -> asyncio.Task[None]:
         """Hand over a stamped record and the leases that its publication acknowledges; waits for room.
 
-        The event `first` is durable before the record is sent; `beside` is recorded at the same time.
+        The event `first` is durable before the record is sent; `beside` is recorded at the same time,
+        and `after` when it is there, before the leases are acknowledged.
         `siblings` are the answers to the same leases that were handed over before, `earlier` is how often its
         parents had been delivered in vain. Returns the answer.
         """
@@ -74,7 +77,7 @@ class Outbox:
         self._check()
         sending = object()
         self._sending.add(sending)
-        work = self._publish(record, first, beside, partial(self._sending.discard, sending), earlier)
+        work = self._publish(record, first, beside, after, partial(self._sending.discard, sending), earlier)
         answer = self._start(self._acknowledged(work, leases, siblings), leases)
         answer.add_done_callback(lambda _: self._sending.discard(sending))
         return answer
@@ -153,6 +156,7 @@ class Outbox:
         record: Record,
         first: Event | None,
         beside: Event | None,
+        after: Event | None,
         sent: Callable[[], None],
         earlier: int,
     ) -> None:
@@ -167,6 +171,8 @@ class Outbox:
         if producer is not None and left is not None:
             sends.append(self._unless(left, producer.put(record.id, payload, earlier=earlier)))
         await together(*sends)
+        if after is not None:
+            await journal(self._broker, after)
         sent()
         self._moved.set()
         if producer is not None and left is not None and not producer.durable:

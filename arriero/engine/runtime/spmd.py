@@ -19,14 +19,14 @@ from arriero.engine.codec import decode, encode
 from arriero.engine.runtime.node import NodeRunner
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Source, Stream
-from arriero.schemas.ledger import Trained
+from arriero.schemas.ledger import Step
 from arriero.schemas.messages import Record
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-_STEPS = TypeAdapter(tuple[Trained, ...], config=ConfigDict(ser_json_inf_nan="strings"))
+_STEPS = TypeAdapter(tuple[Step, ...], config=ConfigDict(ser_json_inf_nan="strings"))
 
 
 class World:
@@ -109,7 +109,7 @@ class SharedSource:
 class RankRunner(NodeRunner):
     """Runs a node on one of several ranks; only rank 0 leases, publishes and acknowledges."""
 
-    async def _recall(self) -> tuple[Trained, ...]:
+    async def _recall(self) -> tuple[Step, ...]:
         await self.world.join(self.node.name)
         steps = _STEPS.dump_json(await super()._recall()) if self.world.rank == 0 else None
         shared = await in_thread(lambda: self.world.share(self.node.name, steps))
