@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import re
+import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import psutil
 import pytest
 
@@ -71,8 +71,8 @@ def slopes(run: Run, steps: int) -> dict[str, float]:
         assert not (run.path / "summary.json").exists() or run.steps() >= steps - 5, run.errors
     found: dict[str, float] = {}
     for name, points in seen.items():
-        at, rss = np.array(points, dtype=float).T
-        found[name] = float(np.polyfit(at, rss, 1)[0])
+        steps_seen, rss = zip(*points, strict=True)
+        found[name] = statistics.linear_regression(steps_seen, rss).slope
     return found
 
 
