@@ -106,7 +106,8 @@ class Talker:
                 newest = await weights.next()
             newest = weights.poll() or newest
             assert newest is not None
-            made = [rollout(newest.version, tokens=(7, 8 + prompt.row, 9 + k, 2)) for k in range(3)]
+            by = prompt.min_version if prompt.split == "eval" else newest.version
+            made = [rollout(by, tokens=(7, 8 + prompt.row, 9 + k, 2)) for k in range(3)]
             texts = ["4" if k <= prompt.row % 3 else "5" for k in range(3)]
             yield RolloutGroup(
                 prompt=prompt,

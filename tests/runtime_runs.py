@@ -70,12 +70,14 @@ class Shaky:
     """A generator that takes up to `most_s` for a prompt, or `slow_s` for every `slow_every`-th row.
 
     Every `drop_every`-th row is dropped. The version is that of the start: a slow group comes back old.
+    `mixes`: a held-out prompt is sampled by the newest version, too.
     """
 
     most_s: NonNegativeFloat = 0.002
     slow_s: NonNegativeFloat = 0.0
     slow_every: NonNegativeInt = 0
     drop_every: NonNegativeInt = 0
+    mixes: bool = False
 
     async def run(
         self, prompts: Stream[Prompt], weights: Stream[Weights]
@@ -92,7 +94,9 @@ class Shaky:
                 yield Dropped(parent=prompt.id, reason="too_long", detail="as told")
             else:
                 by = prompt.min_version if prompt.split == "eval" else version
-                yield RolloutGroup(prompt=prompt, rollouts=(rollout(by), rollout(by)))
+                yield RolloutGroup(
+                    prompt=prompt, rollouts=(rollout(by), rollout(version if self.mixes else by))
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from arriero.engine.runtime.guard import Ahead, guarded, held_out, stale_groups, trained
+from arriero.engine.runtime.guard import (
+    Ahead,
+    guarded,
+    held_out,
+    sampled_otherwise,
+    stale_groups,
+    trained,
+)
 from arriero.schemas.messages import (
     Batch,
     Outcome,
@@ -76,6 +83,14 @@ def test_a_held_out_group_is_an_evaluation_for_the_version_it_was_sent_for() -> 
     event = held_out(scored(-2, 4, split="eval", min_version=4))
     assert event is not None
     assert (event.id, event.origin, event.version, event.values) == ("p-2", -2, 4, (0.5,))
+
+
+def test_a_held_out_group_that_other_versions_sampled_too_says_nothing_of_the_one_it_was_sent_for() -> None:
+    assert sampled_otherwise(scored(-2, 4, 4, split="eval", min_version=4)) == ""
+    mixed = scored(-2, 4, 6, split="eval", min_version=4)
+    assert sampled_otherwise(mixed) == "sampled by versions 4, 6, to be evaluated was 4"
+    newer = scored(-2, 5, split="eval", min_version=4)
+    assert sampled_otherwise(newer) == "sampled by versions 5, to be evaluated was 4"
 
 
 def test_the_nodes_that_fire_once_per_version_are_guarded() -> None:

@@ -12,6 +12,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated
 from tests.brokers import Engine
 from tests.runtime_runs import (
     ATTEMPTS,
@@ -177,6 +178,19 @@ async def test_held_out_prompts_hold_nobody_up_when_a_step_takes_one_group(
     played = await play(graph(staleness=staleness, groups=1, prompts=held_out, trainer=trainer), memory)
     ledger = check_books(played, memory.run, staleness=staleness, groups=1)
     assert (ledger.version("trainer"), ledger.dropped.total()) == (6, 0)
+
+
+async def test_no_evaluation_counts_what_another_version_sampled(memory: Engine) -> None:
+    """A generator that doesn't keep to the version asked for loses the prompt, and the ledger says why."""
+    prompts, trainer = Prompts(held_out=4, every=2), Noting(steps=8)
+    shaky = Shaky(mixes=True, most_s=0.01)
+    played = await play(graph(staleness=1, prompts=prompts, generator=shaky, trainer=trainer), memory)
+    check_books(played, memory.run, staleness=1, groups=4)
+    lost = [e for e in played.events if isinstance(e, DroppedEvent) and min(e.origins) < 0]
+    assert all(e.reason == "invalid" and "to be evaluated was" in e.detail for e in lost)
+    back = [e for e in played.events if isinstance(e, Evaluated)]
+    sent = [e for e in played.events if isinstance(e, Admitted) and e.split == "eval"]
+    assert len(lost) + len(back) == len(sent)
 
 
 async def test_a_generator_that_dies_is_replaced_and_its_prompts_come_back(engine: Engine) -> None:

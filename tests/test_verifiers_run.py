@@ -52,12 +52,13 @@ class Answers:
     async def run(self, prompts: Stream[Prompt], weights: Stream[Weights]) -> AsyncIterator[RolloutGroup]:
         await weights.next()
         async for prompt in prompts:
-            sampled = toy(f"#### {prompt.row}"), toy("#### -1")
+            by = prompt.min_version if prompt.split == "eval" else 0
+            sampled = toy(f"#### {prompt.row}", by), toy("#### -1", by)
             yield RolloutGroup(prompt=prompt, rollouts=sampled)
 
 
-def toy(text: str) -> Rollout:
-    return rollout(0).model_copy(update={"text": text})
+def toy(text: str, version: int = 0) -> Rollout:
+    return rollout(version).model_copy(update={"text": text})
 
 
 def ran(reward: RolloutReward, path: Path, *, replicas: int = 1) -> tuple[int, RunDir]:
