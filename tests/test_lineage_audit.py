@@ -17,8 +17,8 @@ from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir, write_json
-from arriero.schemas.ledger import Admitted, Trained
-from arriero.schemas.lineage import Anchor, BatchEntry, Entry, GroupEntry, Noted, WeightsEntry
+from arriero.schemas.ledger import Admitted, Restarted, Trained
+from arriero.schemas.lineage import Anchor, BatchEntry, Entry, GroupEntry, Noted, RunEntry, WeightsEntry
 from arriero.schemas.messages import Outcome, ScoredGroup
 from tests.lineage_runs import overwrite, recorded_run
 
@@ -314,18 +314,78 @@ def test_a_loss_made_prettier_is_found(run: RunDir) -> None:
     assert "weights" in found(run)
 
 
+def test_a_group_recorded_once_more_under_another_name_is_found(run: RunDir) -> None:
+    def change(entries: Entries) -> Entries:
+        at = next(k for k, e in enumerate(entries) if isinstance(e, GroupEntry) and e.prompt.split == "train")
+        group = entries[at]
+        assert isinstance(group, GroupEntry)
+        assert group.scores
+        scores = group.scores.model_copy(update={"id": "again>reward", "parents": ("again",)})
+        return [
+            *entries[: at + 1], group.model_copy(update={"id": "again", "scores": scores}), *entries[at + 1 :]
+        ]  # fmt: skip
+
+    rechained(run, change)
+    assert any("stands where" in f.what for f in audited(str(run.path)).findings)
+
+
+@pytest.mark.parametrize("kind", [GroupEntry, BatchEntry])
+def test_what_is_said_to_come_by_an_edge_that_the_graph_has_not_is_found(
+    run: RunDir, kind: type[Entry]
+) -> None:
+    # Else it would be no node's reward, or batch, to be computed again.
+    rechained(
+        run,
+        lambda es: [e.model_copy(update={"edge": "nowhere"}) if isinstance(e, kind) else e for e in es],
+    )
+    assert "edges" in found(run)
+
+
+def test_scores_that_come_from_nothing_are_found(run: RunDir) -> None:
+    def change(entries: Entries) -> Entries:
+        for k, e in enumerate(entries):
+            if isinstance(e, GroupEntry) and e.scores:
+                scores = e.scores.model_copy(update={"parents": ("nobody",)})
+                entries[k] = e.model_copy(update={"scores": scores})
+        return entries
+
+    rechained(run, change)
+    assert found(run) == {"edges"}
+
+
+def test_a_prompt_admitted_for_another_version_than_its_group_says_is_found(run: RunDir) -> None:
+    def change(entries: Entries) -> Entries:
+        for k, e in enumerate(entries):
+            if isinstance(e, Noted) and isinstance(e.event, Admitted):
+                entries[k] = Noted(event=e.event.model_copy(update={"min_version": 9}))
+        return entries
+
+    rechained(run, change)
+    assert "ledger" in found(run)
+
+
+def test_the_record_of_another_run_is_found(run: RunDir) -> None:
+    rechained(run, lambda es: [es[0].model_copy(update={"run_id": "another"}), *es[1:]])
+    told = [(f.where, f.what) for f in audited(str(run.path)).findings]
+    assert told == [
+        (name, "is of run run, the record of another") for name in ("manifest.json", "options.json")
+    ]
+
+
+def test_a_failure_in_a_run_that_is_said_to_have_finished_is_found(run: RunDir) -> None:
+    failed = RunEntry(what="failed", detail="out of memory")
+    rechained(run, lambda es: [*es[:-2], failed, *es[-2:]])
+    assert found(run) == {"chain"}
+
+
 def test_a_record_written_anew_without_a_contradiction_is_told_by_its_head(
     honest: RunDir, run: RunDir
 ) -> None:
-    # A date that nothing else depends on: only a head that was kept elsewhere can tell.
+    # A restart that nothing else tells of: only a head that was kept elsewhere can tell.
     kept = honest.read_summary().lineage
     assert kept is not None
-    rechained(
-        run,
-        lambda entries: [
-            e.model_copy(update={"run_id": "another"}) if k == 0 else e for k, e in enumerate(entries)
-        ],
-    )
+    restart = Noted(event=Restarted(name="talker-0", number=1, why="it ran out of memory"))
+    rechained(run, lambda entries: [entries[0], restart, *entries[1:]])
     assert found(run) == set()
     (finding,) = audited(str(run.path), head=kept.head).findings
     assert (finding.check, finding.where) == ("chain", "--head")

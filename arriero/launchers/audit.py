@@ -17,7 +17,17 @@ from arriero.engine.graph import Graph
 from arriero.engine.lineage.audit import checks
 from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
-from arriero.launchers.audited_files import FILES, files, heads, index, is_run, readable, versions_of_rewards
+from arriero.launchers.audited_edges import on_edges
+from arriero.launchers.audited_files import (
+    FILES,
+    files,
+    heads,
+    index,
+    is_run,
+    readable,
+    unread,
+    versions_of_rewards,
+)
 from arriero.launchers.audited_sampling import sampled
 from arriero.launchers.inheritance import inherited
 from arriero.launchers.lineage import opened
@@ -82,7 +92,10 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
     for name, check in checks(staleness=staleness, producers=producers).items():
         report.findings += check(record)
         report.done[name] = _went_through(record, name)
-    report.findings += [*heads(record, run, head), *index(record)]
+    shards, wrong = index(record)
+    report.findings += [*heads(record, run, head), *wrong]
+    if shards:
+        report.done["index"] = f"{shards} shards of the tables for questions"
     if head and head != record.anchor.head:
         told = "; ".join(record.since) or "nothing that it says"
         report.left.append(f"head {head[:12]} isn't the last one; since the record was first closed: {told}")
@@ -93,6 +106,7 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
         return report
     report.findings += files(record, run)
     report.done["files"] = FILES
+    report.left += unread(run)
     if (manifest := readable(run.read_manifest)) is not None:
         count, wrong, unseen = inherited(record, manifest.ancestors)
         report.findings += [*wrong, *versions_of_rewards(record, manifest)]
@@ -100,6 +114,8 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
         if count:
             report.done["inherited"] = f"{count} groups of other runs"
     if spec is not None:
+        report.findings += on_edges(record, spec)
+        report.done["edges"] = f"{len(record.groups)} groups, {len(record.batches)} batches"
         report.findings += sampled(record, spec, readable(run.read_manifest))
         report.done["sampling"] = f"{len(record.groups)} groups"
         _compute(report, record, spec, rescore=rescore)

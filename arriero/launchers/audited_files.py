@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +23,8 @@ from arriero.launchers.stamping import model_sha256, stamps
 from arriero.launchers.step_lines import measured
 from arriero.launchers.summary import Account
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import EVENT, Event, Resumed
-from arriero.schemas.manifest import RunManifest
+from arriero.schemas.ledger import EVENT, Event
+from arriero.schemas.manifest import CodeRevision, RunManifest
 from arriero.schemas.run import RunSummary
 
 FILES = "graph, manifest, options, code, ledger, metrics, summary, model"
@@ -62,21 +63,31 @@ def files(record: Lineage, run: RunDir) -> Iterator[Finding]:
     yield from _model(record, run.model)
 
 
-def index(record: Lineage) -> Iterator[Finding]:
-    """Whether the kept rows, of which questions are asked, are what the chain gives."""
-    shards = Shards(record.url)
+def unread(run: RunDir) -> list[str]:
+    """What can't be compared, for only the owner can read it, or it was left out of a copy."""
+    manifest = readable(run.read_manifest)
+    codes = manifest.code if manifest is not None else ()
+    found = [_diff(run, code) for code in codes if code.diff_sha256]
+    return [f"{path.name}: it isn't there to be read" for path in found if not os.access(path, os.R_OK)]
+
+
+def index(record: Lineage) -> tuple[int, list[Finding]]:
+    """How many shards of rows are kept for questions, and which of them the chain gives otherwise."""
+    shards, count, found = Shards(record.url), 0, list[Finding]()
     for kept, now in shards.compared():
+        count += 1
         name = f"{kept.before.entries:012d}"
-        wrong = "" if kept.model_copy(update={"files": {}}) == now.about else f"{name}.json"
+        wrong = [] if kept.model_copy(update={"files": {}}) == now.about else [f"{name}.json"]
         for kind, table in (now.tables or {}).items():
             try:
-                same = shards.table(kept, kind).equals(table)
+                same = bool(shards.table(kept, kind).equals(table))
             except (OSError, ValueError):
                 same = False
-            wrong = wrong or ("" if same else f"{name}.{kind}.parquet")
+            wrong += [] if same else [f"{name}.{kind}.parquet"]
         if wrong:
             what = "isn't what the chain gives; remove it, and it is made anew"
-            yield Finding(check="index", where=f"index/{wrong}", what=what)
+            found.append(Finding(check="index", where=f"index/{wrong[0]}", what=what))
+    return count, found
 
 
 def heads(record: Lineage, run: RunDir, head: str) -> Iterator[Finding]:
@@ -95,7 +106,7 @@ def heads(record: Lineage, run: RunDir, head: str) -> Iterator[Finding]:
 
 def versions_of_rewards(record: Lineage, manifest: RunManifest) -> Iterator[Finding]:
     """Scores by a version of the reward that the manifest doesn't name; a run that went on may have two."""
-    if _went_on(record):
+    if record.resumed:
         return
     for name, g in record.groups.items():
         told = manifest.content.rewards.get(g.edge, "")
@@ -120,12 +131,15 @@ def _made_of(record: Lineage, run: RunDir) -> Iterator[Finding]:
         return
     if hashlib.sha256(graph.encode()).hexdigest() != first.graph_digest:
         yield _finding(run.graph, "isn't the graph that was run")
-    manifest = readable(run.read_manifest)
+    manifest, options = readable(run.read_manifest), readable(run.read_options)
+    for path, told in ((run.manifest, manifest), (run.options, options)):
+        if told is not None and told.run_id != first.run_id:
+            yield _finding(path, f"is of run {told.run_id}, the record of {first.run_id}")
     if manifest is not None and manifest.graph_digest != first.graph_digest:
         yield _finding(run.manifest, "names another graph than the record")
     for code in manifest.code if manifest is not None else ():
-        path = run.path / f"code-{Path(code.root).name}.diff"
-        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != code.diff_sha256:
+        path = _diff(run, code)
+        if os.access(path, os.R_OK) and hashlib.sha256(path.read_bytes()).hexdigest() != code.diff_sha256:
             yield _finding(path, "isn't what the repository had changed, by the manifest")
 
 
@@ -163,7 +177,7 @@ def _metrics(record: Lineage, path: Path) -> Iterator[Finding]:
         yield _finding(path, f"isn't there, or can't be read: {error!r:.120}")
         return
     # A kill may come between a step and its line; what goes on from there doesn't write it again.
-    if record.closed is not None and not _went_on(record) and len(told) != len(record.steps):
+    if record.closed is not None and not record.resumed and len(told) != len(record.steps):
         yield _finding(path, f"tells of {len(told)} steps, the record of {len(record.steps)}")
     for step in record.steps:
         due = measured(step)
@@ -192,8 +206,9 @@ def _model(record: Lineage, model: Path) -> Iterator[Finding]:
             yield _finding(model / name, what)
 
 
-def _went_on(record: Lineage) -> bool:
-    return any(isinstance(event, Resumed) for event in record.events)
+def _diff(run: RunDir, code: CodeRevision) -> Path:
+    """What the repository had changed."""
+    return run.path / f"code-{Path(code.root).name}.diff"
 
 
 def _finding(path: Path, what: str) -> Finding:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 
 import numpy as np
 from pydantic import ValidationError
@@ -33,6 +32,7 @@ from arriero.engine.lineage.content import (
     sha256,
 )
 from arriero.engine.lineage.findings import Check, Finding
+from arriero.engine.lineage.place_checks import places
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.tables import origins_of
 from arriero.engine.lineage.version_checks import held_out_prompts, tokens, weights, whole_batch
@@ -64,6 +64,10 @@ def _chain(record: Lineage) -> Iterator[Finding]:
         yield Finding(check="chain", where=where, what="stands behind the end of the record")
     if record.opened is None:
         yield Finding(check="chain", where="first entry", what="says nothing about the run")
+    failed = [entry.detail for entry in record.run if entry.what == "failed"]
+    if record.closed is not None and record.closed.state == "finished" and failed and not record.resumed:
+        what = f"says that the run failed ({failed[0]:.80}), and was closed as finished"
+        yield Finding(check="chain", where="last entry", what=what)
     if record.closed is None:
         yield Finding(
             check="chain", where="last entry", what="doesn't close the record: the run goes on, or was killed"
@@ -87,6 +91,7 @@ def _ledger(record: Lineage) -> Iterator[Finding]:
             where=f"prompt number {first}",
             what=f"was admitted and neither trained nor dropped (so were {ledger.in_flight - 1} others)",
         )
+    yield from _back(record, ledger)
     admitted = {a.origin: a for a in record.admitted}
     for g in record.groups.values():
         for k in origins_of(g):
@@ -97,6 +102,21 @@ def _ledger(record: Lineage) -> Iterator[Finding]:
                     where=g.id,
                     what=f"is of prompt {g.prompt.id}, number {k}; not admitted so",
                 )
+            elif a.min_version != g.prompt.min_version:
+                what = f"is of prompt {g.prompt.id}, admitted for version {a.min_version} and not as it says"
+                yield Finding(check="ledger", where=g.id, what=what)
+
+
+def _back(record: Lineage, ledger: Ledger) -> Iterator[Finding]:
+    """Whether each held-out prompt came back, or was dropped, once."""
+    for name, times in Counter(e.id for e in record.evaluated).items():
+        if times > 1:
+            yield Finding(check="ledger", where=f"held-out prompt {name}", what=f"came back {times} times")
+    finished = record.closed is not None and record.closed.state == "finished"
+    if finished and ledger.evaluating:
+        missing = ledger.held_out_sent - ledger.held_out_back
+        what = f"{missing} were sent, and neither came back nor were dropped"
+        yield Finding(check="ledger", where="held-out prompts", what=what)
 
 
 def _content(record: Lineage) -> Iterator[Finding]:
@@ -120,27 +140,7 @@ def _content(record: Lineage) -> Iterator[Finding]:
             yield Finding(check="content", where=name, what="is said to be redacted, and its text is there")
         elif name not in record.redacted and sha256(text) != other.text_sha256:
             yield Finding(check="content", where=name, what="its text was changed")
-    yield from _index(record)
-
-
-def _index(record: Lineage) -> Iterator[Finding]:
-    """Whether the space `index`, by which others find their way, says what the entries say."""
-    for place, groups in record.indexed:
-        where = f"the index at {place.part}/{place.start}"
-        rows = [
-            (g.arrays.part, start, length)
-            for g in groups
-            for start, length in zip(accumulate(g.lengths, initial=g.arrays.start), g.lengths, strict=False)
-        ]
-        rewards = [v for g in groups for v in (g.scores.values if g.scores else (math.nan,) * len(g.lengths))]
-        try:
-            found = record.index(place)
-        except (KeyError, ValueError, OSError) as error:
-            yield Finding(check="content", where=where, what=f"can't be read: {error!r:.120}")
-            continue
-        same_rows = np.array_equal(found["rows"], np.array(rows, np.int64))
-        if not same_rows or not np.array_equal(found["rewards"], rewards, equal_nan=True):
-            yield Finding(check="content", where=where, what="says other places or rewards than the record")
+    yield from places(record)
 
 
 def _valid_group(record: Lineage, name: str) -> Iterator[Finding]:

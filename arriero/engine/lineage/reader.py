@@ -213,6 +213,11 @@ class Lineage:
         self._edges.clear()  # what was under way is made anew, under the same names
 
     @property
+    def resumed(self) -> bool:
+        """Whether the run went on after all of it had ended."""
+        return any(isinstance(event, Resumed) for event in self.events)
+
+    @property
     def weights(self) -> list[WeightsEntry]:
         """The versions that loops have carried, in the order in which they were first announced."""
         return [*self._weights.values()]

@@ -1,0 +1,47 @@
+"""What was recorded against the graph's edges: else it would be no node's to be computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from arriero.engine.lineage.findings import Finding
+from arriero.engine.lineage.reader import Lineage
+from arriero.schemas.graph import GraphSpec
+
+
+def on_edges(record: Lineage, spec: GraphSpec) -> Iterator[Finding]:
+    """Groups, batches and versions that the graph has no edge for, or that came by none of them."""
+    outputs = {node.name: node.output.rpartition(":")[2] for node in spec.nodes}
+    loops = {loop.name for loop in spec.loops}
+    above = {name: _above(spec, name) for name in outputs}
+    for name, g in record.groups.items():
+        due = "ScoredGroup" if g.scores else "RolloutGroup"
+        if outputs.get(g.edge) != due:
+            yield Finding(check="edges", where=name, what=f"is a {due} of {g.edge}, which gives none")
+        for parent in g.scores.parents if g.scores else ():
+            if parent != g.id and parent not in record.groups:
+                yield Finding(check="edges", where=name, what=f"comes from {parent}, which isn't on record")
+    for name, b in record.batches.items():
+        if outputs.get(b.edge) != "Batch":
+            yield Finding(check="edges", where=name, what=f"is a Batch of {b.edge}, which gives none")
+            continue
+        for group in (record.groups[n] for n in b.groups if n in record.groups):
+            if group.edge in outputs and group.edge not in above[b.edge]:
+                what = f"holds a group of {group.edge}, from which {b.edge} gets nothing"
+                yield Finding(check="edges", where=name, what=what)
+                break
+    for w in record.weights:
+        if w.loop not in loops:
+            yield Finding(check="edges", where=w.id, what=f"is a version of {w.loop}, which is no loop")
+
+
+def _above(spec: GraphSpec, name: str) -> set[str]:
+    """All nodes that a node gets something from, directly or not, but for loops."""
+    found: set[str] = set()
+    left = [name]
+    while left:
+        for i in spec.node(left.pop()).inputs:
+            if not i.loop and i.source not in found:
+                found.add(i.source)
+                left.append(i.source)
+    return found
