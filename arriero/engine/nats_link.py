@@ -1,7 +1,7 @@
 """A connection to NATS that survives a restart of the server and never waits for it without bound.
 
 While the server is away every operation waits for its return. Requests that were under way are sent again
-afterwards, so they must be idempotent; all of ours are.
+afterwards, and those that stay without an answer, so they must be idempotent; all of ours are.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from arriero.engine.nats_access import inbox_prefix, login
 
 _log = logging.getLogger(__name__)
 _FORGOTTEN_S = 1.0
+_AGAIN_S = 5.0  # whoever was to answer may be gone, while the server that we are connected to is well
 _CONNECT_S = 20  # for one try: a server that many reach for at once takes its time for each handshake
 _BLOCKED_S = 1.0  # a time-out that comes so late shows that the event loop stood still
 _OLDEST_SERVER = (2, 11)  # earlier ones can keep acknowledged messages of a stream for ever
@@ -237,7 +238,9 @@ class Link:
         headers: dict[str, str] | None = None,
         known_since: int | None = None,
     ) -> bytes:
-        """The answer to `payload`, asked again after a reconnect. Raises BrokerError naming `what`.
+        """The answer to `payload`, asked again after a reconnect, and where none comes.
+
+        Raises BrokerError naming `what`.
 
         `known_since`: the number of `returns` when the server made what the request is about. Raises
         Forgotten if it has come back since and doesn't answer.
@@ -247,7 +250,7 @@ class Link:
         while True:
             await self.connected(what)
             forgotten = known_since is not None and self.returns > known_since
-            patience = min(deadline, loop.time() + _FORGOTTEN_S) if forgotten else deadline
+            patience = min(deadline, loop.time() + (_FORGOTTEN_S if forgotten else _AGAIN_S))
             token = str(next(self._tokens))
             future: asyncio.Future[Msg] = loop.create_future()
             self._replies[token] = (subject, future)
@@ -266,7 +269,8 @@ class Link:
                     # The loop was blocked past the deadline, and the answer may lie unread.
                     deadline = loop.time() + self.timeout_s
                     continue
-                raise (Forgotten() if self.up and patience < deadline else self.gone(what)) from None
+                if forgotten and self.up and patience < deadline:
+                    raise Forgotten from None
             except (ServerAway, NatsError):
                 await asyncio.sleep(0.01)
             finally:
