@@ -26,6 +26,7 @@ from arriero.components.policy import load_tokenizer
 from arriero.components.rollout_engine import Completion, Request, RolloutEngine, open_engine
 from arriero.engine.runtime.context import Context
 from arriero.engine.weights import WeightSender, destroy
+from arriero.schemas.weights import WeightManifest
 from tests.tiny_models import EOS, tiny_llama, tiny_tokenizer
 
 STORIES = Path(__file__).parents[1].parent / "shared" / "data" / "models" / "stories260K"
@@ -45,10 +46,15 @@ class Rig:
 
     def take(self, weights: PreTrainedModel | Mapping[str, Tensor]) -> int:
         """Publish weights as the next version and put it in use; its number."""
-        state = weights if isinstance(weights, Mapping) else state_of(weights)
-        self.newest += 1
-        self.engine.take(self._sender.publish(self.newest, state))
+        self.engine.take(self.publish(weights))
         return self.newest
+
+    def publish(self, weights: PreTrainedModel | Mapping[str, Tensor]) -> WeightManifest:
+        """Publish weights as the next version, for `prepare` and `take`."""
+        self.newest += 1
+        return self._sender.publish(
+            self.newest, weights if isinstance(weights, Mapping) else state_of(weights)
+        )
 
     def steps(self, number: int) -> list[Completion]:
         return [done for _ in range(number) for done in self.engine.step()]

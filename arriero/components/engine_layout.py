@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from arriero.components.model_directory import LLAMAS
 from arriero.engine.weights import llama_layout
 from arriero.schemas.layouts import LlamaShape, Parallelism, RankLayout, StoredTensor, WorldLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_RELATIVES = ("llama", "mistral", "qwen2", "qwen3")
 _VOCABULARY_MULTIPLE = 64  # that vLLM pads vocabularies to before it splits them
 
 
@@ -25,7 +25,7 @@ def engine_layout(config: object, tensors: Mapping[str, tuple[int, ...]], ranks:
 
     `config` is that of transformers. WeightError if heads or columns don't divide by `ranks`.
     """
-    if ranks == 1 or getattr(config, "model_type", "") not in _RELATIVES:
+    if ranks == 1 or getattr(config, "model_type", "") not in LLAMAS:
         return None
     parallel = Parallelism(tensor=ranks, vocabulary_multiple=_VOCABULARY_MULTIPLE)
     world = llama_layout(LlamaShape.model_validate(config), parallel, tensors)

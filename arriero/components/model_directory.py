@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from arriero.engine.errors import UserError, one_line
 
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3")  # model types: dense decoders, built as Llama is
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself allows
 
 
@@ -62,13 +63,22 @@ def vocabulary_problem(path: str, policy: str) -> Iterator[str]:
 
 
 def head_problem(path: str, policy: str) -> Iterator[str]:
-    """One line if two models give a different number of logits; nothing if that can't be told."""
+    """One line if two models differ in logits that are tokens, by the tokenizer; nothing if that can't be told."""
     one, other = (_config(each).get("vocab_size") for each in (path, policy))
-    if one is not None and other is not None and one != other:
+    tokens = max(_vocabulary(policy).values(), default=None)
+    if one is None or other is None or one == other:
+        return
+    if tokens is None or min(one, other) <= tokens:
+        there = "" if tokens is None else f", tokens up to {tokens}"
         yield (
-            f"model {path} has vocab_size {one} and {policy} {other}: their distributions can't be compared; "
-            "take a model with the policy's, or divergence=sampled"
+            f"model {path} has vocab_size {one} and {policy} {other}{there}: their distributions can't be "
+            "compared; take a model with the policy's, or divergence=sampled"
         )
+
+
+def model_type(path: str) -> str:
+    """As its config names it; empty if it doesn't, or can't be read."""
+    return str(_config(path).get("model_type") or "")
 
 
 def _config(path: str) -> Mapping[str, Any]:

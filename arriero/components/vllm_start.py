@@ -34,7 +34,11 @@ def start(config: Generator, model: Any, max_length: int, context: Context) -> A
     """An `LLMEngine` with random weights that waits for its first version. UserError if it can't be had."""
     import torch
 
-    for problem in config.vllm.problems(config.sampling, config.precision):
+    from arriero.components.vllm_loading import configured
+
+    for problem in config.vllm.problems(
+        config.sampling, config.precision, model=config.model, standby=config.standby
+    ):
         raise UserError(problem)
     gpu = torch.cuda.is_available()
     for key, value in (_QUIET if gpu else _QUIET | _ON_CPU).items():
@@ -69,10 +73,11 @@ def start(config: Generator, model: Any, max_length: int, context: Context) -> A
     )
     set_num_threads = torch.set_num_threads
     _zero_new_cache_blocks()
-    llm = engine.from_engine_args(arguments)
+    with configured:
+        llm = engine.from_engine_args(arguments)
     torch.set_num_threads = set_num_threads  # vLLM replaces it, for the whole process
     name = f"{context.node}-{context.replica}"
-    llm.collective_rpc("open_intake", args=(name, context.secret, padding))
+    llm.collective_rpc("open_intake", args=(name, context.secret, padding, config.standby))
     return llm
 
 
