@@ -1,9 +1,15 @@
-"""Data behind the clients of stores: S3 from a server of its own, and what can't be reached."""
+"""Data behind clients of stores: S3, Google's and the hub, from servers here; and what can't be reached."""
 
 from __future__ import annotations
 
+import http.server
 import json
 import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,12 +48,99 @@ def s3() -> Iterator[Any]:
     server.stop()
 
 
+@pytest.fixture(scope="module")
+def gcs() -> Iterator[Any]:
+    """A file system on a bucket of a server that speaks Google's protocol."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+        # Read at its import; it would ask for the kind of a bucket by gRPC.
+        env.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        emulator, gcsfs = pytest.importorskip("gcp_storage_emulator.server"), pytest.importorskip("gcsfs")
+        server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
+        server.start()
+        files: Any = gcsfs.GCSFileSystem(token="anon", skip_instance_cache=True)
+        yield files
+        gcsfs.GCSFileSystem.clear_instance_cache()
+    server.stop()
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as a reader of one file of the data set some/sums asks for."""
+
+    content = b"".join(json.dumps({"prompt": f"p{k}"}).encode() + b"\n" for k in range(5))
+
+    def do_GET(self) -> None:
+        where = self.path.partition("?")[0]
+        if where == "/api/datasets/some/sums":
+            self._json({"id": "some/sums", "sha": "0" * 40, "siblings": [], "private": False, "tags": []})
+        elif where.startswith("/api/datasets/some/sums/tree/main"):
+            entry = {"type": "file", "path": "train.jsonl", "size": len(self.content), "oid": "1" * 40}
+            self._json([entry])
+        elif where == "/datasets/some/sums/resolve/main/train.jsonl":
+            first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+            part = self.content[int(first) : int(last) + 1]
+            self._send(206, part, **{"Content-Range": f"bytes {first}-{last}/{len(self.content)}"})
+        else:
+            self._send(404, b"")
+
+    def _json(self, value: object) -> None:
+        self._send(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})
+
+    def _send(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_prompts_come_from_the_hub_whole_in_blocks_and_by_a_pattern(tmp_path: Path) -> None:
+    """In a process of its own: the client reads the hub's address when it is imported."""
+    ask = """
+import sys
+from arriero.components.datasets import open_blocks, read_rows
+for path in sys.argv[1:]:
+    print(len(read_rows(path)), sum(open_blocks(path, in_memory=False).sizes))
+"""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}"}
+        env |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        paths = ["hf://datasets/some/sums/train.jsonl", "hf://datasets/some/sums/*.jsonl"]
+        told = subprocess.run(
+            [sys.executable, "-c", ask, *paths],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        server.shutdown()
+    assert told.stdout.split() == ["5"] * 4, told.stderr
+
+
 async def drawn(source: PromptSource) -> list[Prompt]:
     return [p for p in await outputs(source.run()) if isinstance(p, Prompt)]
 
 
 def lines(first: int, count: int) -> bytes:
     return b"".join(json.dumps({"prompt": f"p{k}"}).encode() + b"\n" for k in range(first, first + count))
+
+
+async def test_prompts_come_from_googles_store_whole_in_blocks_and_by_a_pattern(gcs: Any) -> None:
+    gcs.pipe_file(f"{BUCKET}/a.jsonl", lines(0, 3))
+    gcs.pipe_file(f"{BUCKET}/b.jsonl", lines(3, 2))
+    path = f"gs://{BUCKET}/a.jsonl"
+    assert sorted(p.text for p in await drawn(PromptSource(path=path, epochs=1))) == ["p0", "p1", "p2"]
+    assert len(await drawn(PromptSource(path=path, epochs=1, stream=1))) == 3
+    both = PromptSource(path=f"gs://{BUCKET}/*.jsonl", epochs=1, shuffle=False)
+    assert [(p.row, p.text) for p in await drawn(both)] == [(k, f"p{k}") for k in range(5)]
 
 
 async def test_prompts_come_from_s3_whole_in_blocks_and_by_a_pattern(s3: Any) -> None:
