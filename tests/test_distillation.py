@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -164,6 +165,64 @@ def test_chunks_have_the_divergence_and_gradient_of_all_logits_at_once(kind: Kin
     assert teacher.weight.grad is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wider", ["policy", "teacher"])
+def test_what_fills_up_the_wider_of_two_heads_is_not_compared(kind: Kind, wider: str) -> None:
+    # Qwen2.5 has heads of 151936 and of 152064 rows for the same tokens.
+    torch.manual_seed(0)
+    hidden_TH, hidden_TG = torch.randn(9, 8, requires_grad=True), torch.randn(9, 6)
+    student = torch.nn.Linear(8, 33 if wider == "policy" else 30)
+    teacher = torch.nn.Linear(6, 33 if wider == "teacher" else 30, bias=False)
+    one_T, between = torch.ones(9), loss_of(kind).between
+    taught = Taught(hidden_TG=hidden_TG, linear=teacher, between=between)
+    found_T = divergence(Small(), hidden_TH, student, one_T, taught)
+    plain_T = by_torch(kind, student(hidden_TH)[:, :30], teacher(hidden_TG)[:, :30].detach())
+    assert torch.allclose(found_T, plain_T, atol=1e-6)
+    by_weight, expected = (torch.autograd.grad(v.sum(), student.weight)[0] for v in (found_T, plain_T))
+    assert torch.allclose(by_weight, expected, atol=1e-5)
+    assert not by_weight[30:].any()
+
+
+STUDENT = [[1.0, -0.5, 2.0, 0.25], [0.0, 1.5, -1.0, 0.5]]
+TEACHER = [[0.5, 1.0, -1.0, 2.0], [3.0, 0.0, 0.5, -2.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "beta", "value", "gradient"),
+    [
+        ("forward", 0.5, [2.0789649214, 2.2782350158], [0.1313574527, -0.2200077031]),
+        ("jsd", 0.1, [0.1714301098, 0.1886882495], [0.0053502098, -0.0156200163]),
+        ("jsd", 0.5, [0.4431580843, 0.4945446945], [-0.0140768273, -0.0291247149]),
+        ("reverse", 0.5, [3.1204581145, 3.6174056320], [-0.6063763249, -0.1561546781]),
+    ],
+)  # fmt: skip
+def test_divergences_have_the_numbers_of_trl(
+    kind: Kind, beta: float, value: list[float], gradient: list[float]
+) -> None:
+    # `GKDTrainer.generalized_jsd_loss` of TRL 1.16 at temperature 0.7, beta 0 for forward and 1 for reverse.
+    student_TV = torch.tensor(STUDENT, dtype=torch.float64, requires_grad=True)
+    teacher_TV = torch.tensor(TEACHER, dtype=torch.float64)
+    found_T = Divergence(kind=kind, beta=beta).between(student_TV / 0.7, teacher_TV / 0.7)
+    (by_student_TV,) = torch.autograd.grad(found_T.sum(), student_TV)
+    assert found_T.tolist() == pytest.approx(value, abs=2e-10)
+    assert by_student_TV[0, :2].tolist() == pytest.approx(gradient, abs=2e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_both_exclude_changes_nothing(kind: Kind) -> None:
+    def both(student: list[float], teacher: list[float]) -> tuple[float, list[float]]:
+        student_TV = torch.tensor([student], requires_grad=True)
+        found_T = loss_of(kind).between(student_TV, torch.tensor([teacher]))
+        torch.autograd.backward(found_T.sum())
+        assert student_TV.grad is not None
+        return found_T.item(), student_TV.grad[0].tolist()
+
+    value, gradient = both([1.0, 0.5, -math.inf], [0.2, 0.1, -math.inf])
+    expected, by_two = both([1.0, 0.5], [0.2, 0.1])
+    assert value == pytest.approx(expected, abs=1e-6)
+    assert gradient == pytest.approx([*by_two, 0.0], abs=1e-6)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that has learned to say three."""
@@ -242,14 +301,16 @@ def problems(**fields: Any) -> list[str]:
 
 def test_a_teacher_goes_with_a_loss_that_compares_and_with_nothing_else(tmp_path: Path) -> None:
     policy, teacher = peaked_model(tmp_path / "policy"), peaked_model(tmp_path / "teacher")
-    wider = saved(tiny_llama(vocab_size=40), tmp_path / "wider")  # the same tokenizer, a larger head
+    narrow = saved(tiny_llama(vocab_size=24), tmp_path / "narrow")  # the same tokenizer, a smaller head
+    wide = saved(tiny_llama(vocab_size=40), tmp_path / "wide")
     assert problems(model=policy, loss=Divergence(), teacher=teacher) == []
     (lacks,) = problems(model=policy, loss=Divergence())
     assert lacks == "Divergence compares with a teacher, but there is none; set teacher"
     unread = [p for p in problems(model=policy, loss=AIPO(), teacher=teacher) if "teacher" in p]
     assert unread == [f"teacher={teacher} isn't read by AIPO; leave it out"]
-    (larger,) = problems(model=policy, loss=Divergence(), teacher=wider)
-    assert f"{wider} has vocab_size 40 and {policy} 32" in larger
+    (smaller,) = problems(model=policy, loss=Divergence(), teacher=narrow)
+    assert f"{narrow} has vocab_size 24 and {policy} 32, tokens up to 31" in smaller
+    assert problems(model=policy, loss=Divergence(), teacher=wide) == []
     turns = DevicePlacement(devices="turns")
     found = problems(model=policy, loss=Divergence(), teacher=teacher, placement=turns)
     assert any("memory of a teacher" in p for p in found)

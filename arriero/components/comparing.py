@@ -43,7 +43,11 @@ class Taught:
 def divergence(
     head: Head, hidden_TH: Tensor, linear: torch.nn.Linear, temperatures_T: Tensor, taught: Taught
 ) -> Tensor:
-    """`taught.between` [T] of the logits over the temperatures, differentiable in what is the policy's."""
+    """`taught.between` [T] of the logits over the temperatures, differentiable in what is the policy's.
+
+    Of heads of unequal width the rows that both have are compared: behind the tokens is what fills up a head.
+    """
+    shared = min(len(linear.weight), len(taught.linear.weight))
     dtype = head.dtype or linear.weight.dtype
     size = head.chunk(len(linear.weight))
     # Without a token there is still a chunk, of none: each rank's backward pass reaches every parameter.
@@ -51,13 +55,19 @@ def divergence(
     untyped: Any = checkpoint  # returns whatever the function does
     parts: list[Tensor] = [
         untyped(
-            _chunk, hidden_TH[b : b + size], linear.weight, linear.bias, temperatures_T[b : b + size],
-            taught.hidden_TG[b : b + size], taught.linear.weight, taught.linear.bias, taught.between, dtype,
+            _chunk, hidden_TH[b : b + size], *_rows(linear, shared), temperatures_T[b : b + size],
+            taught.hidden_TG[b : b + size], *_rows(taught.linear, shared), taught.between, dtype,
             use_reentrant=False, preserve_rng_state=False,
         )
         for b in begins
     ]  # fmt: skip
     return torch.cat(parts)
+
+
+def _rows(linear: torch.nn.Linear, number: int) -> tuple[Tensor, Tensor | None]:
+    untyped: Any = linear  # torch types a bias as if there always was one
+    bias_V: Tensor | None = untyped.bias
+    return linear.weight[:number], None if bias_V is None else bias_V[:number]
 
 
 def _chunk(

@@ -63,7 +63,7 @@ def vocabulary_problem(path: str, policy: str) -> Iterator[str]:
 
 
 def head_problem(path: str, policy: str) -> Iterator[str]:
-    """One line if two models differ in logits that are tokens, by the tokenizer; nothing if that can't be told."""
+    """One line if one of two models has no logits for some tokens; nothing if their heads are equal."""
     one, other = (_config(each).get("vocab_size") for each in (path, policy))
     tokens = max(_vocabulary(policy).values(), default=None)
     if one is None or other is None or one == other:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from arriero.components.packing import PackedTokens
 
 
+_LEAST = -1e4  # nats; what a model excludes has -inf
+
+
 def forward_kl(student_logits_TV: Tensor, teacher_logits_TV: Tensor) -> Tensor:
     """KL(teacher, student) [T] in nats: the student covers all that the teacher does. arXiv:1503.02531."""
     teacher_TV = teacher_logits_TV.log_softmax(-1)
@@ -39,13 +42,17 @@ def jensen_shannon(student_logits_TV: Tensor, teacher_logits_TV: Tensor, *, beta
         raise ValueError(f"beta={beta} must lie between 0 and 1; the ends are forward_kl and reverse_kl")
     student_TV, teacher_TV = student_logits_TV.log_softmax(-1), teacher_logits_TV.log_softmax(-1)
     weight = student_TV.new_tensor([beta, 1 - beta]).log()
-    mixture_TV = (teacher_TV + weight[0]).logaddexp(student_TV + weight[1])
+    mixture_TV = (_held(teacher_TV) + weight[0]).logaddexp(_held(student_TV) + weight[1])
     return beta * _kl(teacher_TV, mixture_TV) + (1 - beta) * _kl(student_TV, mixture_TV)
 
 
 def _kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
-    # A token of probability 0 adds nothing, where 0 * -inf would be NaN.
-    return (p_TV.exp() * (p_TV - q_TV)).where(p_TV.exp() > 0, 0.0).sum(-1)
+    return (p_TV.exp() * (_held(p_TV) - _held(q_TV))).sum(-1)
+
+
+def _held(x_TV: Tensor) -> Tensor:
+    """Log-probabilities, finite where a token has none: 0 * -inf is NaN, and so are its gradients."""
+    return x_TV.clamp_min(_LEAST)
 
 
 @dataclass(frozen=True, kw_only=True)
