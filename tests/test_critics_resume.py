@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from arriero.components.scoring_model import load_scorer
 from arriero.engine.checkpoints import CheckpointStore
 from arriero.engine.lineage.reader import Lineage
+from arriero.engine.runtime.ledger import effective
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
 from arriero.schemas.ledger import Learned, Resumed
@@ -105,6 +106,39 @@ def test_without_a_record_all_that_learns_goes_on_from_checkpoints_that_go_toget
     assert run("--resume", str(halves), "--steps", "5", "--allow-change", "steps") == 0
     assert measured(halves) == measured(whole)
     assert same(kept_of(halves, "critic", 5), kept_of(whole, "critic", 5))
+
+
+def test_two_critics_of_turns_and_what_they_draw_from_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """The buffer holds what stands in the record, the second half of it from before."""
+    rows = [json.dumps({"prompt": f"{a}+{a * 7}="}) for a in range(10)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    words = [
+        "archer", "--model", saved(tiny_llama(seed=5, scale=12.0), tmp_path / "model"),
+        "--data", str(tmp_path / "sums.jsonl"), "--environment", "user",
+        "--environment.make", "tests.test_replay:Threes", "--sampling.max-new-tokens", "3",
+        "--groups-per-step", "4", "--samples", "4", "--slots", "16", "--replay", "24", "--capacity", "40",
+        "--critic-optimizer.lr", "1e-3", "--critic-optimizer.warmup-steps", "1", "--optimizer.lr", "1e-3",
+        "--optimizer.warmup-steps", "1", "--checkpoints.every", "2", "--deterministic", "--inline", "--quiet",
+    ]  # fmt: skip
+    halves, whole = tmp_path / "halves", tmp_path / "whole"
+    assert run(*words, "--steps", "6", "--run-dir", str(whole)) == 0
+    assert run(*words, "--steps", "3", "--run-dir", str(halves)) == 0
+    shutil.rmtree(halves / "checkpoints" / "critic" / "000000003")
+    assert run("--resume", str(halves)) == 0  # the critics take their third step again
+    assert run("--resume", str(halves), "--steps", "6", "--allow-change", "steps") == 0
+    assert measured(halves) == measured(whole)
+    assert equal(halves, whole)
+    assert same(kept_of(halves, "critic", 6), kept_of(whole, "critic", 6))
+
+
+def test_what_a_critic_learned_after_the_last_version_is_undone() -> None:
+    made = [
+        Learned(node="critic", version=n, batch=f"b{n}>critic", inputs=(f"b{n}",), origins=(n,))
+        for n in (1, 2, 3)
+    ]
+    resumed = Resumed(number=1, versions={"trainer": 2}, learned={"critic": 2})
+    assert effective([*made, resumed]) == made[:2]
+    assert effective([*made, resumed, made[2]]) == made
 
 
 def test_a_reward_model_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -34,6 +34,45 @@ class RecoveryError(RuntimeError):
     """The steps of the ledger can't be taken again: their batches aren't on record."""
 
 
+class RecordedSteps:
+    """What earlier steps of a node were made from, as the record has it."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.record: Lineage | None = None  # as it was read last
+
+    def batches(self, step: Step) -> tuple[Batch, ...]:
+        """What the step was made from, as the node took it. Raises RecoveryError."""
+        names = (step.batch, *(step.inputs if isinstance(step, Learned) else ()))
+        record = self._with(names, step)
+        if isinstance(step, Trained):
+            return (record.trained_batch(step),)
+        return record.learned_batches(step)
+
+    def _with(self, names: Collection[str], step: Step) -> Lineage:
+        """The record, once these batches stand in it."""
+        if not self._context.record_url:
+            raise RecoveryError(
+                f"version {step.version} was made after the last checkpoint, and there is no record of it; "
+                "go on with --resume, which trains on its prompts again"
+            )
+        from arriero.engine.lineage.chain import ChainError
+        from arriero.engine.lineage.reader import Lineage
+
+        deadline = time.monotonic() + _LATE_S
+        while self.record is None or not self.record.batches.keys() >= {*names}:
+            try:
+                self.record = Lineage(self._context.record_url)
+            except ChainError as error:
+                _log.warning("the record can't be read: %s", error)
+            if self.record is not None and self.record.batches.keys() >= {*names}:
+                break
+            if time.monotonic() > deadline:
+                raise RecoveryError(f"batch {step.batch} of version {step.version} isn't on record")
+            time.sleep(_PAUSE_S)
+        return self.record
+
+
 class Recovery:
     """What `context.made` asks of a learner; all ranks make it, and call it, together.
 
@@ -49,7 +88,7 @@ class Recovery:
         step: Callable[..., object],
     ) -> None:
         self._state, self._context, self._take = state, context, step
-        self._record: Lineage | None = None
+        self._recorded = RecordedSteps(context)
         self._steps = {step.version: step for step in context.made}
         self.version = context.made[-1].version if context.made else 0
         if not context.made:
@@ -81,7 +120,7 @@ class Recovery:
         """Take the first step that `state` lacks once more; False if it lacks none. Raises RecoveryError."""
         step = self._steps.get(self._state.version + 1)
         if step is not None:
-            self._take(*self._batches(step))
+            self._take(*self._recorded.batches(step))
         return step is not None
 
     def catch_up(self) -> None:
@@ -91,46 +130,16 @@ class Recovery:
 
     def check(self, weights: Weights) -> None:
         """Warn and count if the newest version was published with other bits than these."""
-        if weights.version != self.version or self._record is None or weights.manifest is None:
+        record = self._recorded.record
+        if weights.version != self.version or record is None or weights.manifest is None:
             return
-        known = [w.fingerprint for w in self._record.weights if w.version == self.version]
+        known = [w.fingerprint for w in record.weights if w.version == self.version]
         if known and known[-1] and known[-1] != weights.manifest.fingerprint:
             self._context.count("recovered_to_other_bits", 1)
             _log.warning(
                 "version %d has fingerprint %s, it had %s: this machine doesn't compute the same bits twice",
                 self.version, weights.manifest.fingerprint, known[-1],
             )  # fmt: skip
-
-    def _batches(self, step: Step) -> tuple[Batch, ...]:
-        """What the step was made from, as its learner took it."""
-        names = (step.batch, *(step.inputs if isinstance(step, Learned) else ()))
-        record = self._with(names, step)
-        if isinstance(step, Trained):
-            return (record.trained_batch(step),)
-        return record.learned_batches(step)
-
-    def _with(self, names: Collection[str], step: Step) -> Lineage:
-        """The record, once these batches stand in it."""
-        if not self._context.record_url:
-            raise RecoveryError(
-                f"version {step.version} was made after the last checkpoint, and there is no record of it; "
-                "go on with --resume, which trains on its prompts again"
-            )
-        from arriero.engine.lineage.chain import ChainError
-        from arriero.engine.lineage.reader import Lineage
-
-        deadline = time.monotonic() + _LATE_S
-        while self._record is None or not self._record.batches.keys() >= {*names}:
-            try:
-                self._record = Lineage(self._context.record_url)
-            except ChainError as error:
-                _log.warning("the record can't be read: %s", error)
-            if self._record is not None and self._record.batches.keys() >= {*names}:
-                break
-            if time.monotonic() > deadline:
-                raise RecoveryError(f"batch {step.batch} of version {step.version} isn't on record")
-            time.sleep(_PAUSE_S)
-        return self._record
 
 
 def _agreed(store: CheckpointStore, at_most: int, newest: int, ranks: Ranks) -> int | None:

@@ -135,7 +135,7 @@ def _stores(spec: GraphSpec, options: RunOptions, run: RunDir) -> dict[str, Chec
 
 
 def _has(store: CheckpointStore | None, step: int) -> bool:
-    return step == 0 or (store is not None and not store.problem(step))
+    return store is None or step == 0 or not store.problem(step)
 
 
 def _grouped(spec: GraphSpec) -> bool:
