@@ -109,7 +109,9 @@ def measure(model: str, repeats: int) -> Figures:
     work.load(Weights(version=0, manifest=manifest))
     configs: Any = AutoConfig
     llm = start(generator, configs.from_pretrained(model), 256, context)
-    llm.collective_rpc("take_weights", args=(manifest.model_dump_json(),))
+    llm.collective_rpc("begin_weights", args=(manifest.model_dump_json(),))
+    llm.collective_rpc("arrived", kwargs={"wait": True})
+    llm.collective_rpc("use_weights")
     parameters: Any = import_module("vllm.sampling_params")
     sampling = parameters.SamplingParams(
         temperature=1.0, max_tokens=NEW_TOKENS, logprobs=0, flat_logprobs=True, detokenize=False,

@@ -23,7 +23,8 @@ from arriero.components.rollout_engine import Completion, KVCache, Request
 from arriero.components.sampling import Sampling
 from arriero.components.vllm_options import VLLMOptions
 from arriero.engine.weights import WeightError
-from arriero.schemas.weights import WeightManifest, cells_fingerprint
+from arriero.engine.weights.shm import Segment
+from arriero.schemas.weights import WeightManifest
 from tests.drive import Alone
 from tests.engines import Rig, forward_logprobs, needs_vllm, rig, saved, small_llama, state_of
 from tests.tiny_models import tiny_llama
@@ -133,15 +134,17 @@ def test_a_version_that_fails_its_verification_leaves_the_engine_as_it_was(tmp_p
     with rig(config(saved(old, tmp_path))) as r:
         r.take(old)
         r.engine.add(requests(200))
-        good = r.publish(new)
-        cells = ("0" * 32, *good.cells[1:])
-        bad = good.model_copy(update={"cells": cells, "fingerprint": cells_fingerprint(good.plan, cells)})
-        with pytest.raises(WeightError, match="was sent"):
-            arrive(r, bad)
+        manifest = r.publish(new)
+        memory = Segment.open(manifest.url)
+        memory.slot(manifest.slot, 0, 1)[:] ^= 1
+        with pytest.raises(WeightError, match="the buffer holds"):
+            arrive(r, manifest)
+        memory.slot(manifest.slot, 0, 1)[:] ^= 1
         check(r.finish(), {0: old})
         r.engine.add(requests(200))
-        arrive(r, good)
-        r.engine.take(good)
+        arrive(r, manifest)
+        r.engine.take(manifest)
+        memory.close()
         check(r.finish(), {0: old, 1: new})
         check(r.finish(requests(12)), {1: new})
 
