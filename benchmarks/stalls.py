@@ -53,8 +53,8 @@ def write_model(directory: Path) -> None:
     tokens = json.loads((directory / "config.json").read_text())["vocab_size"]
     untyped: Any = LlamaForCausalLM
     config = LlamaConfig(
-        vocab_size=tokens, hidden_size=512, intermediate_size=1536, num_hidden_layers=9, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=CONTEXT,
+        vocab_size=tokens, hidden_size=512, intermediate_size=1536, num_hidden_layers=9,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=CONTEXT,
     )  # fmt: skip
     untyped(config).save_pretrained(directory)
 
@@ -86,7 +86,7 @@ def measure(model: str, versions: int, *, standby: bool) -> Figures:
     tensors = {n: p.detach() for n, p in policy.named_parameters()}
     sender = WeightSender(context.weights_url, tensors)
     engine = open_engine(generator, context, load_tokenizer(model))
-    transfers, stalls, alone, beside = [list[float]() for _ in range(4)]
+    transfers, stalls, alone, beside = (list[float]() for _ in range(4))
     for version in range(versions + 2):  # two to touch both slots and both sets
         next(iter(tensors.values())).add_(1e-3)
         manifest = sender.publish(version, tensors)
