@@ -242,9 +242,24 @@ def test_roles_with_gpus_are_components_of_their_own_and_the_rest_share_the_hubs
 def test_a_packed_job_is_one_allocation_for_all() -> None:
     text = script(placed(Profile(gpus=1, slurm=SlurmNeeds(mode="packed", nodes=2)), generators=4, ranks=2))
     (options,) = sbatch_options(text)
-    # 2 + 1 + 4 + 1 + 1 + 2 CPUs and 2 GPUs on two nodes.
-    assert {"--nodes=2", "--cpus-per-task=6", "--gpus-per-node=1"} <= {*options}
+    # 2 + 1 + 4 + 1 + 1 + 2 CPUs and 2 GPUs on two nodes; a CPU more, lest a task of two find one on each.
+    assert {"--nodes=2", "--cpus-per-task=7", "--gpus-per-node=1"} <= {*options}
     assert "--het-group" not in text
+
+
+def test_on_several_nodes_the_largest_tasks_begin_first_and_a_role_may_use_any_of_the_nodes() -> None:
+    profile = Profile(gpus=1, gpus_per_node=2, slurm=SlurmNeeds(mode="packed", nodes=3))
+    steps = [
+        shlex.split(line.rstrip("\\"))
+        for line in script(placed(profile, generators=2, ranks=4)).splitlines()
+        if line.startswith("srun")
+    ]
+    assert [next(w for w in words if w.startswith("--job-name")) for words in steps] == [
+        f"--job-name={role}" for role in ("trainer", "hub", "prompts", "generator", "reward", "collect")
+    ]
+    assert {"--nodes=2", "--ntasks-per-node=1"} <= {*steps[0]}  # ranks on two hosts
+    assert "--nodes=1-1" in steps[1]
+    assert "--nodes=1-2" in steps[3]
 
 
 def test_a_script_is_one_that_bash_reads(tmp_path: Path) -> None:

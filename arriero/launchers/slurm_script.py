@@ -19,6 +19,11 @@ _LEAVE_S = 20  # for agents that have been told to leave
 
 # Not by srun's --output, in which 24.11 doesn't know the number of a task.
 _TASK = """task='exec "$@" >> "$0$SLURM_PROCID.log" 2>&1'"""
+# On several nodes the largest tasks go first: others would take a part of the place of one.
+_BEGUN = """\
+begun() {
+  for _ in $(seq 300); do squeue -h -s -j "$SLURM_JOB_ID" -o %i | grep -q "[.]$1$" && return; sleep 0.2; done
+}"""
 _END = """\
 # The hub decides; the others leave when it says so. TERM is for the tasks, which get it from Slurm.
 trap : TERM
@@ -52,14 +57,17 @@ def script(plan: Plan) -> str:
     common = [f"export {key}={shlex.quote(value)}" for key, value in _common(plan).items()]
     lines += ["", f'export {ATTEMPT}="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"', *common]
     lines += ["unset SLURM_MEM_PER_CPU  # steps say what they need"]
-    lines += [_TASK, f"logs={shlex.quote(str(Path(plan.run_dir) / 'logs'))}", f"start=({start})", ""]
-    for index, places in enumerate(components):
-        where = ["--exact"] * (index == 0) + [f"--het-group={index}"] * (len(components) > 1)
-        # Steps that share an allocation share its memory.
-        own = [
-            _resources(p, needs) if index else _resources(_unstated(p), needs) + " --mem=0" for p in places
-        ]
-        lines += [_step(plan, p, [*where, words]) for p, words in zip(places, own, strict=True)]
+    lines += [_TASK, f"logs={shlex.quote(str(Path(plan.run_dir) / 'logs'))}", f"start=({start})"]
+    lines += [*([_BEGUN] if needs.nodes > 1 else []), ""]
+    shared, *apart = components
+    spread = needs.nodes > 1
+    group = ["--het-group=0"] * bool(apart)
+    for number, p in enumerate(sorted(shared, key=_size, reverse=True) if spread else shared):
+        lines.append(_step(plan, p, ["--exact", *group, _shared(p, needs)]))
+        if spread:
+            lines.append(f"begun {number}")
+    for index, (p,) in enumerate(apart, start=1):
+        lines.append(_step(plan, p, [f"--het-group={index}", _resources(p, needs)]))
     end = _END.format(leave=_LEAVE_S, preempted=PREEMPTED, requeues=plan.profile.requeues)
     return "\n".join(lines) + "\n\n" + end
 
@@ -112,12 +120,14 @@ def _resources(place: Place, needs: SlurmNeeds) -> str:
 
 
 def _allocation(places: list[Place], needs: SlurmNeeds) -> str:
-    """One for several roles: an equal part of the sum of their needs on each node."""
+    """One for several roles: an equal part of what they need on each node, and room to fit them in."""
 
     def share(total: int) -> int:
         return -(-total // needs.nodes)
 
     cpus = share(sum(p.cpus * p.tasks for p in places))
+    if needs.nodes > 1:  # where a task doesn't fit there is less left than it needs
+        cpus += max(p.cpus for p in places) - 1
     words = [f"--nodes={needs.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
     if memory := sum(p.memory_mb * p.tasks for p in places):
         # As other components say it: sbatch doesn't take --mem of one beside --mem-per-cpu of another.
@@ -131,8 +141,14 @@ def _gpus(count: int, needs: SlurmNeeds) -> str:
     return f"{needs.gpu_type}:{count}" if needs.gpu_type else str(count)
 
 
-def _unstated(place: Place) -> Place:
-    return place.model_copy(update={"memory_mb": 0})
+def _size(place: Place) -> tuple[int, int, int]:
+    return place.hosts, place.gpus, place.cpus
+
+
+def _shared(place: Place, needs: SlurmNeeds) -> str:
+    """Of a step in the allocation that roles share: its memory is for all of them."""
+    words = _resources(place.model_copy(update={"memory_mb": 0}), needs) + " --mem=0"
+    return words if place.hosts > 1 else f"{words} --nodes=1-{min(needs.nodes, place.tasks)}"
 
 
 def _step(plan: Plan, place: Place, where: list[str]) -> str:

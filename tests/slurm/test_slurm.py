@@ -149,12 +149,19 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("slurm")
     with slurm(folder / "daemons") as environment:
         (folder / "arriero.toml").write_text(PROFILE)
         (folder / "tests").symlink_to(ROOT / "tests")
         yield Cluster(environment, folder)
+
+
+@pytest.fixture
+def cluster(installed: Cluster) -> Iterator[Cluster]:
+    """The one cluster of all tests; what a test has left there is cancelled."""
+    yield installed
+    subprocess.run(["scancel", "--full", "--user=root"], env=installed.environment, check=False)
 
 
 def test_a_run_succeeds_on_several_nodes_and_is_known_from_elsewhere(cluster: Cluster) -> None:
