@@ -32,6 +32,7 @@ help:
 	@echo "make fuzz       an hour of generated input for all that reads what others wrote (FUZZ=--seconds 60)"
 	@echo "make lint       ruff format --check, ruff check, mypy, pyright"
 	@echo "make format     ruff format, ruff check --fix"
+	@echo "make docs       the documentation as a website, in site/; a broken link is an error"
 	@echo "make bench      every program in benchmarks/"
 	@echo "make setup      only the environment in $(VENV)"
 	@echo "make clean      remove the environment and caches"
@@ -79,6 +80,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)
