@@ -30,9 +30,11 @@ from arriero.components.losses import (
     ClippedPolicyGradient,
     CrossEntropy,
     DecoupledPPO,
+    Divergence,
     ImportanceWeight,
     ImportanceWeighted,
     Loss,
+    OffPolicyMask,
     OnPolicyDistillation,
     Reinforce,
     WithEntropy,
@@ -321,3 +323,13 @@ def test_importing_losses_and_the_optimizer_does_not_import_torch() -> None:
     modules = "arriero.components.losses, arriero.components.optimizer"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(("inner", "kept"), [(VMPO(), "multiplier"), (Divergence(), "divergence")])
+def test_a_loss_for_which_the_trainer_keeps_something_stands_alone(inner: Loss, kept: str) -> None:
+    said = f"can't stand around {type(inner).__name__}, for which the trainer keeps a {kept}"
+    for around in (WithKL, WithEntropy):
+        with pytest.raises(ValueError, match=said):
+            around(loss=inner, beta=0.1)
+    with pytest.raises(ValueError, match="OffPolicyMask can't stand around"):
+        OffPolicyMask(loss=inner)

@@ -130,6 +130,13 @@ class Around(Loss):
 
     loss: Loss
 
+    def __post_init__(self) -> None:
+        if kept := sorted(facts(self.loss).needs & {"multiplier", "divergence"}):
+            raise ValueError(
+                f"{type(self).__name__} can't stand around {type(self.loss).__name__}, for which the trainer "
+                f"keeps a {kept[0]}: train with that loss alone"
+            )
+
     def clipped(self, logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
         return self.loss.clipped(logprobs_T, tokens)
 
