@@ -29,13 +29,14 @@ from arriero.engine.errors import GraphError
 from arriero.engine.graph import Graph
 from arriero.engine.memory_edge import MemoryLease
 from arriero.engine.nats import NatsBroker
-from arriero.engine.nats_server import NatsServer
+from arriero.engine.nats_access import credential
+from arriero.engine.nats_server import start_server
 from arriero.engine.picture import mermaid, svg, table
 from arriero.engine.runtime import current, run_role
 from arriero.engine.runtime.inputs import EdgeSource
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Stream
-from arriero.launchers.hub import edges, logs
+from arriero.launchers.hub import access, edges, logs
 from arriero.schemas.continuations import Continuation, Response
 from arriero.schemas.graph import Capacity, GraphSpec
 from arriero.schemas.messages import Dropped, Prompt, Rollout, RolloutGroup, Weights
@@ -363,18 +364,19 @@ def process(spec: str, opts: str, role: str, number: int, url: str, token: str) 
 
 @pytest.mark.slow
 async def test_generators_killed_with_continuations_in_flight_lose_and_double_nothing(
-    nats_server: NatsServer, run_name: str
+    folder: Path, run_name: str
 ) -> None:
     generator = Segmented(most=6, seconds=0.01, drop_every=9, replicas=3)
     spec = graph(generator, groups=8, trainer=Noting(steps=10))
     opts = options(run_name, max_deliveries=9, wait_bound_s=60.0, lease_s=20.0)
-    engine = Engine("nats", run_name, nats_server)
+    server = start_server(folder, access=access(spec, opts))  # every role with what it may do, no more
+    engine = Engine("nats", run_name, server)
     owner = await declare(spec, opts, engine)
     spawn = multiprocessing.get_context("spawn")
     texts = spec.model_dump_json(), opts.model_dump_json()
 
     def begin(role: str, number: int = 0) -> multiprocessing.process.BaseProcess:
-        args = (*texts, role, number, nats_server.url, nats_server.token)
+        args = (*texts, role, number, server.url, credential(server.token, role))
         started = spawn.Process(target=process, args=args, daemon=True)
         started.start()
         return started
@@ -407,3 +409,4 @@ async def test_generators_killed_with_continuations_in_flight_lose_and_double_no
     assert played.dead == []
     await engine.assert_empty()
     await engine.close()
+    server.stop()

@@ -223,3 +223,26 @@ def test_what_cant_be_resumed_is_said_in_one_line(
         capsys.readouterr()
         assert run(*words) == 2
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_another_number_of_ranks(
+    task: list[str], tmp_path: Path, before: int, after: int
+) -> None:
+    words = [w for w in task if w != "--inline"] + ["--staleness", "0"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run("aipo", *words, "--steps", "4", "--run-dir", str(whole)) == 0
+    assert run("aipo", *words, "--steps", "2", "--ranks", str(before), "--run-dir", str(parts)) == 0
+    other = ["--ranks", str(after), "--allow-change", "steps,ranks"]
+    assert run("--resume", str(parts), "--steps", "4", *other) == 0
+    found, expected = measured(parts), measured(whole)
+    assert [(e.version, e.origins) for e in found] == [(e.version, e.origins) for e in expected]
+    assert [e.metrics["loss"] for e in found] == pytest.approx(
+        [e.metrics["loss"] for e in expected], abs=1e-4
+    )
+    one, same = weights(parts), weights(whole)
+    # Sums over ranks come in another order; Adam makes the most of a difference in its first steps.
+    assert all(torch.allclose(one[name], same[name], atol=1e-3) for name in same)
+    assert [f"{f.check}: {f.what}" for f in audited(str(parts)).findings] == []
