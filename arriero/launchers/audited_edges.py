@@ -19,7 +19,7 @@ def on_edges(record: Lineage, spec: GraphSpec) -> Iterator[Finding]:
         if outputs.get(g.edge) != due:
             yield Finding(check="edges", where=name, what=f"is a {due} of {g.edge}, which gives none")
         for parent in g.scores.parents if g.scores else ():
-            if parent != g.id and parent not in record.groups:
+            if parent not in (g.id, g.prompt.id) and parent not in record.groups:
                 yield Finding(check="edges", where=name, what=f"comes from {parent}, which isn't on record")
     for name, b in record.batches.items():
         if outputs.get(b.edge) != "Batch":

@@ -54,6 +54,9 @@ def _index(record: Lineage) -> Iterator[Finding]:
         except (KeyError, ValueError, OSError) as error:
             yield Finding(check="content", where=where, what=f"can't be read: {error!r:.120}")
             continue
-        same_rows = np.array_equal(found["rows"], np.array(rows, np.int64))
-        if not same_rows or not np.array_equal(found["rewards"], rewards, equal_nan=True):
+        at = np.lexsort((found["rows"][:, 1], found["rows"][:, 0]))  # groups stand in any order
+        due = sorted(zip(rows, rewards, strict=True), key=lambda pair: pair[0])
+        same_rows = np.array_equal(found["rows"][at], np.array([row for row, _ in due], np.int64))
+        told = [reward for _, reward in due]
+        if not same_rows or not np.array_equal(found["rewards"][at], told, equal_nan=True):
             yield Finding(check="content", where=where, what="says other places or rewards than the record")
