@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz import Target, targets, tried
+from tests.fuzz import tried
+from tests.fuzz_targets import Target, targets
 
 
 @pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
