@@ -20,12 +20,14 @@ from arriero.components.critic import Critic
 from arriero.components.losses import AIPO, value_loss
 from arriero.components.optimizer import AdamW
 from arriero.components.packing import PackedTokens
-from arriero.components.preferences import PreferenceSource
+from arriero.components.preferences import PreferenceBatch, PreferenceSource
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.reward_model import RewardModel, RewardTrainer
 from arriero.components.scoring_model import ScoringState, load_scorer, read_at_the_end
 from arriero.components.trainer import Trainer
+from arriero.components.training_options import Average, LoRA, TrainingOptions
 from arriero.components.utterance_critic import UtteranceCritic
+from arriero.engine.errors import GraphError
 from arriero.engine.graph import Graph
 from arriero.pipelines.aipo import AIPOConfig, aipo
 from arriero.pipelines.distill import DistillConfig, distill
@@ -247,6 +249,27 @@ def test_a_critic_whose_price_has_no_reference_is_a_problem(tmp_path: Path) -> N
     (problem,) = Critic(model=model, steps=1, kl=0.1).problems(Alone())
     assert "put a ReferenceLogprobs before" in problem
     assert list(Critic(model=model, steps=1).problems(Alone())) == []
+
+
+def test_a_critic_has_one_replica_and_no_option_that_its_head_has_no_use_for(
+    tmp_path: Path,
+) -> None:
+    model = tiny_model(tmp_path)
+    data = PreferenceSource(path=write_pairs(tmp_path / "pairs.jsonl"))
+    g = Graph("twice")
+    batches = g.add(PreferenceBatch(model=model, pairs=4, max_length=64), name="batch")(g.add(data)())
+    judged = g.add(Critic(model=model, steps=1), name="critic", replicas=2)(batches)
+    g.add(RewardTrainer(model=model, steps=1), name="trainer")(judged)
+    with pytest.raises(GraphError, match="critic: it learns, so it has one replica, not 2; use ranks"):
+        g.check()
+    odd = TrainingOptions(shards=2, logits_mb=64, average=Average(decay=0.9), lora=LoRA(rank=2))
+    shards, lora, logits, average = Critic(model=model, steps=1, training=odd).problems(Alone())
+    assert shards.startswith("training.shards=2 doesn't divide ranks=1")
+    assert lora.startswith("training.lora.rank=2: a new head is trained as a whole")
+    assert logits.startswith("training.fp32_logits and training.logits_mb are for logits")
+    assert average.startswith("training.average.decay=0.9, used_for=save: nothing is saved or published")
+    kept = TrainingOptions(average=Average(decay=0.9))
+    assert list(RewardTrainer(model=model, steps=1, training=kept).problems(Alone())) == []
 
 
 def write_pairs(path: Path) -> str:

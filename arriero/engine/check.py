@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from arriero.engine.component import HasProblems
+from arriero.engine.component import HasProblems, Recovers
 from arriero.engine.errors import GraphError
 from arriero.engine.graph import Graph, Node, node_spec
-from arriero.engine.portable import import_path
+from arriero.engine.portable import import_path, resolve
 from arriero.engine.rates import (
     ancestors,
     capacities,
@@ -178,6 +178,8 @@ def _replica_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
         )
     if any(loop.producer == n.name for loop in spec.loops):
         yield (f"{n.name}: it closes a loop, so it has one replica, not {n.replicas}; use ranks")
+    elif issubclass(resolve(n.component), Recovers):
+        yield f"{n.name}: it learns, so it has one replica, not {n.replicas}; use ranks"
     if sum(not i.loop for i in n.inputs) > 1:
         yield (
             f"{n.name}: it joins several streams, so it has one replica, not {n.replicas}: "
