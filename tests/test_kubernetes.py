@@ -24,7 +24,7 @@ from tests.cluster.real_run import real_words
 ROOT = Path(__file__).parents[1]
 PIPELINE = str(ROOT / "tests" / "cluster" / "toy_run.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class Cluster:
@@ -76,7 +76,7 @@ kubernetes = {{ namespace = "rl" }}
         found = list(self.runs.glob("*/metrics.jsonl"))
         return len(found[0].read_text().splitlines()) if found else 0
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             logs = {p.name: p.read_text()[-1500:] for p in (self.folder / "pods").glob("*.log")}
@@ -163,13 +163,13 @@ def test_an_evicted_pod_is_made_anew_and_the_run_goes_on(cluster: Cluster) -> No
 
 def test_a_killed_rank_starts_the_job_again_which_goes_on_from_its_version(cluster: Cluster) -> None:
     cluster.submit(*real_words(cluster.folder, steps=20, ranks=2), pipeline="grpo")
-    cluster.until(lambda: cluster.steps() >= 2, 120)
+    cluster.until(lambda: cluster.steps() >= 2)
     trainer = cluster.pod("trainer-0").process
     assert trainer is not None
     torchrun = psutil.Process(trainer.pid).children()[0]
     torchrun.children()[0].kill()
     cluster.until(lambda: cluster.job().retries == 1)
-    cluster.until(lambda: cluster.job().phase == "Completed", 90)
+    cluster.until(lambda: cluster.job().phase == "Completed")
     told = cluster.pod("hub-0").log.read_text()
     assert "trainer-0 rank 0 was killed by signal 9 (SIGKILL)" in told
     assert "the run goes on, trainer from version" in told

@@ -36,7 +36,7 @@ from arriero.schemas.run import RunOptions
 SETTLE_S = 0.4
 _START_S = 120.0  # importing torch on a busy machine; then the first heartbeat
 _LEAVE_S = 3.0  # for a process whose nodes have all ended
-_RANKS_S = 3.0  # for torchrun to notice and end all ranks
+_RANKS_S = 20.0  # for torchrun to notice and end all ranks, on a busy host
 _POLL_S = 0.5
 _BURIALS_S = 5.0
 
