@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +21,11 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 PROGRAMS = {"arriero": [sys.executable, "-m", "arriero"], "python": [sys.executable]}
 
 
-def typed(line: str, folder: Path, model: str) -> str:
+def typed(line: str, folder: Path, model: str, code: Path) -> str:
     first, *words = shlex.split(line.replace("MODEL", model))
     done = subprocess.run(
         [*PROGRAMS[first], *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -33,12 +34,14 @@ def typed(line: str, folder: Path, model: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_every_block_of_the_how_tos_is_run(tmp_path: Path) -> None:
-    model = peaked_model(tmp_path / "model")
+    model, code = peaked_model(tmp_path / "model"), tmp_path / "code"
+    # As if installed: a commit to this repository meanwhile is no change of the run's code.
+    shutil.copytree(ROOT / "arriero", code / "arriero")
     said: dict[str, str] = {}
     for language, block in BLOCKS:
         if language == "console":
             for line in block.splitlines():
-                said[line] = typed(line.removeprefix("$ "), tmp_path, model)
+                said[line] = typed(line.removeprefix("$ "), tmp_path, model, code)
         else:
             named = re.match(r"# (\w+\.\w+)\n", block)
             assert named is not None, block

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arriero.launchers.exports.subject import Subject
+from arriero.schemas.run import RunSummary
 
 if TYPE_CHECKING:
     from arriero.engine.lineage.index import Index
@@ -85,6 +86,15 @@ def record(about: Subject, index: Index) -> Rows:
         ("prove it", f"arriero audit {about.run.path.name} --head {o.anchor.head}"),
     ]  # fmt: skip
     return [row for row in rows if row[1]]
+
+
+def held_out(summary: RunSummary | None) -> list[tuple[float, float]]:
+    """Of each version that was evaluated: the chance that a rollout of a held-out prompt is right."""
+    return [
+        (float(r.version), r.pass_at[1].value)
+        for r in (summary.evaluations if summary else ())
+        if not r.source and 1 in r.pass_at
+    ]
 
 
 def distribution(index: Index, name: str) -> list[float]:

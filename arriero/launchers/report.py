@@ -81,11 +81,6 @@ def page(about: Subject) -> str:
 
 
 def _curves(about: Subject) -> str:
-    held_out = [
-        (float(r.version), r.pass_at[1].value)
-        for r in (about.summary.evaluations if about.summary else ())
-        if not r.source and 1 in r.pass_at
-    ]
     found: list[str] = []
     for key, title in facts.CURVES.items():
         points = [
@@ -93,7 +88,7 @@ def _curves(about: Subject) -> str:
             for line in about.lines
             if isinstance(line.get(key), int | float)
         ]
-        marks = held_out if key == "reward" else []
+        marks = facts.held_out(about.summary) if key == "reward" else []
         found.append(charts.line(title + (", held out (dots)" if marks else ""), points, marks=marks))
     return "".join(found)
 

@@ -71,7 +71,10 @@ class Answers:
     def _curve(self, query: Query) -> str:
         tag = query.get("measure", "")
         title = facts.CURVES.get(tag.removeprefix("train/"), tag)
-        return charts.line(title, self._measures.values().get(tag, []))
+        summary = self._run.read_summary() if self._run.summary.exists() else None
+        marks = facts.held_out(summary) if tag == "train/reward" else []
+        title += ", held out (dots)" if marks else ""
+        return charts.line(title, self._measures.values().get(tag, []), marks=marks)
 
     def _distribution(self, query: Query) -> str:
         name = query.get("name", "")
