@@ -147,6 +147,17 @@ class Chat:
                 ids = ids[closing.index(last) + 1 :]
         return ids
 
+    def answer(self, text: str) -> list[int]:
+        """Ids of what the assistant says, as they are to be learned: with the token that ends its turn.
+
+        Where the template has none, the tokenizer's end of sequence.
+        """
+        start: list[ChatMessage] = [{"role": "user", "content": "?"}]
+        closing = self._encoded(self._added(start, _ANSWER, (), ()), False)
+        end = next((k + 1 for k, i in enumerate(closing) if i in self._special_ids), 0)
+        said = self._encoded(self._plain({"role": "assistant", "content": text})["content"], False)
+        return [*said, *(closing[:end] if end else [*closing, int(self._tokenizer.eos_token_id)])]
+
     def text(
         self, messages: Sequence[ChatMessage], *, opened: bool = True, tools: Sequence[JsonValue] = ()
     ) -> str:

@@ -1,4 +1,4 @@
-"""Prompts that a data set gives as chat messages: `[{"role": "user", "content": "..."}]`."""
+"""Chat messages of a data set, prompts and what was answered: `[{"role": "user", "content": "..."}]`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
+from arriero.components.formats import Row
 from arriero.engine.errors import UserError
 from arriero.schemas.messages import Said
 
@@ -19,15 +20,35 @@ def conversation(value: JsonValue, where: str) -> tuple[Said, ...]:
     Content in parts (`[{"type": "text", "text": ...}]`) is joined. UserError for what can't be shown as it is
     meant: another role, a picture, calls of tools, the assistant's turn at the end, nobody's question.
     """
-    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
-        return ()
-    found = [_said(cast("dict[str, JsonValue]", m), where) for m in value]
-    if found[-1].role not in ("user", "tool"):
+    found = _messages(value, where)
+    if found and found[-1].role not in ("user", "tool"):
         raise UserError(
             f"{where} ends with a message of the {found[-1].role}; a prompt ends where the assistant is to "
             "speak: leave the answer out"
         )
-    return tuple(found)
+    return found
+
+
+def answered(row: Row, field: str, setting: str) -> tuple[tuple[Said, ...], str]:
+    """What is in `field`, text or a conversation: the messages before what the assistant said last, and that.
+
+    UserError as above, and for a conversation that somebody else ends.
+    """
+    found = _messages(row.values.get(field), where := f"{row.where}: field {field!r}")
+    if not found:
+        return (), row.text(field, setting)
+    if found[-1].role != "assistant" or not any(m.role == "user" for m in found):
+        raise UserError(
+            f"{where} ends with a message of the {found[-1].role}; what is learned is what the assistant "
+            f"says last to a user ({setting})"
+        )
+    return found[:-1], found[-1].content
+
+
+def asked(row: Row, field: str, setting: str) -> tuple[str, tuple[Said, ...]]:
+    """The prompt in `field`: its text, and its messages if it is a conversation."""
+    messages = conversation(row.value(field, setting), f"{row.where}: field {field!r}")
+    return (as_text(messages), messages) if messages else (row.text(field, setting), ())
 
 
 def as_text(messages: Sequence[Said]) -> str:
@@ -48,6 +69,12 @@ def framed(messages: Sequence[Said], slot: str, template: str) -> tuple[Said, ..
         Said(role=m.role, content=template.replace(slot, m.content)) if k == last else m
         for k, m in enumerate(messages)
     )
+
+
+def _messages(value: JsonValue, where: str) -> tuple[Said, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+        return ()
+    return tuple(_said(cast("dict[str, JsonValue]", m), where) for m in value)
 
 
 def _said(message: dict[str, JsonValue], where: str) -> Said:

@@ -7,31 +7,35 @@ row i: prompt i, response i, liked or not -> sample i, advantage > 0 or < 0
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from dataclasses import field
+from typing import Protocol, runtime_checkable
 
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.batching import batch_of
+from arriero.components.chat import ChatFormat
+from arriero.components.conversations import answered, as_text, asked
 from arriero.components.formats import Row
+from arriero.components.preferences import pair_of
 from arriero.components.row_source import RowSource
 from arriero.components.text_ids import TextIds, tokenizer_problems
 from arriero.engine.errors import UserError
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.stream import Stream
-from arriero.schemas.messages import Batch, Dropped, Record, Sample
+from arriero.schemas.messages import Batch, Dropped, Record, Said, Sample
 
 STRICT = ConfigDict(extra="forbid")
-Judged: TypeAlias = tuple[str, str, bool]  # prompt, response, liked
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Labelled(Record):
-    """A response to a prompt, and whether it was liked."""
+    """A response to a prompt, and whether it was liked. `messages` as in `Prompt`."""
 
     prompt: str
     response: str
     liked: bool
+    messages: tuple[Said, ...] = ()
 
 
 @runtime_checkable
@@ -57,19 +61,24 @@ class LabelledSource(RowSource):
 
     async def run(self) -> AsyncIterator[Labelled]:
         async for epoch, row, judged in self.rows(self._judged):
-            for k, (prompt, response, liked) in enumerate(judged):
+            for k, one in enumerate(judged):
                 name = f"e{epoch}-r{row}" + (f"-{k}" if len(judged) > 1 else "")
-                yield Labelled(id=name, prompt=prompt, response=response, liked=liked)
+                yield one.model_copy(update={"id": name})
 
-    def _judged(self, row: Row) -> tuple[Judged, ...] | None:
-        prompt = row.text(self.prompt_field, "prompt_field")
+    def _judged(self, row: Row) -> tuple[Labelled, ...] | None:
         pair = {self.chosen_field, self.rejected_field} <= row.values.keys()
         if self.label_field not in row.values and pair:
-            chosen, rejected = (
-                row.text(self.chosen_field, "chosen_field"), row.text(self.rejected_field, "rejected_field"),
-            )  # fmt: skip
-            return ((prompt, chosen, True), (prompt, rejected, False)) if chosen != rejected else None
-        return ((prompt, row.text(self.response_field, "response_field"), self._label(row)),)
+            if (p := pair_of(row, self.prompt_field, self.chosen_field, self.rejected_field)) is None:
+                return None
+            return (
+                Labelled(prompt=p.prompt, response=p.chosen, liked=True, messages=p.messages),
+                Labelled(prompt=p.prompt, response=p.rejected, liked=False, messages=p.messages),
+            )
+        before, response = answered(row, self.response_field, "response_field")
+        prompt, messages = (
+            (as_text(before), before) if before else asked(row, self.prompt_field, "prompt_field")
+        )
+        return (Labelled(prompt=prompt, response=response, liked=self._label(row), messages=messages),)
 
     def _label(self, row: Row) -> bool:
         value = row.value(self.label_field, "label_field")
@@ -99,20 +108,22 @@ class LabelledBatch:
     max_length: PositiveInt
     balance: bool = True
     mismatched: bool = True
+    chat: ChatFormat = field(default_factory=ChatFormat)
 
     def rates(self) -> Rates:
         return Rates(consumes={"judged": self.examples})
 
     def problems(self, view: GraphView) -> Iterable[str]:
-        yield from tokenizer_problems(self.model)
+        yield from tokenizer_problems(self.model, self.chat)
         if self.mismatched and self.examples == 1:
             yield "a batch of 1 response has no other to estimate the kl from; raise it, or set kl of KTO"
 
     async def run(self, judged: Stream[Labelled]) -> AsyncIterator[Batch | Dropped]:
-        text = TextIds(self.model)
+        text = TextIds(self.model, self.chat)
         waiting: list[Labelled] = []
         async for one in judged:
-            if (length := len(text.sample(one, one.prompt, one.response).tokens)) > self.max_length:
+            sample = text.sample(one, one.prompt, one.response, messages=one.messages)
+            if (length := len(sample.tokens)) > self.max_length:
                 detail = f"{length} tokens, max_length is {self.max_length}"
                 yield Dropped(parent=one.id, reason="too_long", detail=detail)
                 continue
@@ -132,7 +143,11 @@ class LabelledBatch:
             weights |= {kind: len(judged) / (len(there) * kinds[kind]) for kind in there}
         samples = [
             text.sample(
-                one, one.prompt, one.response, advantage=weights[one.liked] * (1 if one.liked else -1)
+                one,
+                one.prompt,
+                one.response,
+                messages=one.messages,
+                advantage=weights[one.liked] * (1 if one.liked else -1),
             )
             for one in judged
         ]
@@ -141,8 +156,10 @@ class LabelledBatch:
     def _mismatched(self, text: TextIds, judged: Sequence[Labelled]) -> Iterator[Sample]:
         for i, one in enumerate(judged):
             for other in (*judged[i + 1 :], *judged[:i]):
-                if other.prompt != one.prompt:
-                    sample = text.sample(one, one.prompt, other.response, advantage=0.0)
+                if (other.prompt, other.messages) != (one.prompt, one.messages):
+                    sample = text.sample(
+                        one, one.prompt, other.response, messages=one.messages, advantage=0.0
+                    )
                     if len(sample.tokens) <= self.max_length:
                         yield sample.model_copy(update={"mismatched": True})
                         break

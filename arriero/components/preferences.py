@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import field
 
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.batching import batch_of
+from arriero.components.chat import ChatFormat
+from arriero.components.conversations import answered, as_text, asked
 from arriero.components.formats import Row
 from arriero.components.row_source import RowSource
 from arriero.components.text_ids import TextIds, tokenizer_problems
+from arriero.engine.errors import UserError
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.stream import Stream
-from arriero.schemas.messages import Batch, Dropped, Record, Sample
+from arriero.schemas.messages import Batch, Dropped, Record, Said, Sample
 
 STRICT = ConfigDict(extra="forbid")
 
 
 class Preference(Record):
-    """Two responses to one prompt, of which somebody chose one."""
+    """Two responses to one prompt, of which somebody chose one. `messages` as in `Prompt`."""
 
     prompt: str
     chosen: str
     rejected: str
+    messages: tuple[Said, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferenceSource(RowSource):
     """Pairs from a file, as `RowSource` reads it. A string is a path.
 
-    A pair whose responses are equal says nothing: it is left out, and counted.
+    A pair whose responses are equal says nothing: it is left out, and counted. The prompt may be chat
+    messages, or stand as such in both responses before the assistant's last message.
     """
 
     prompt_field: str = "prompt"
@@ -38,15 +44,26 @@ class PreferenceSource(RowSource):
     rejected_field: str = "rejected"
 
     async def run(self) -> AsyncIterator[Preference]:
-        async for epoch, row, (prompt, chosen, rejected) in self.rows(self._texts):
-            yield Preference(id=f"e{epoch}-r{row}", prompt=prompt, chosen=chosen, rejected=rejected)
+        async for epoch, row, pair in self.rows(self._pair):
+            yield pair.model_copy(update={"id": f"e{epoch}-r{row}"})
 
-    def _texts(self, row: Row) -> tuple[str, str, str] | None:
-        prompt = row.text(self.prompt_field, "prompt_field")
-        chosen, rejected = (
-            row.text(self.chosen_field, "chosen_field"), row.text(self.rejected_field, "rejected_field"),
-        )  # fmt: skip
-        return (prompt, chosen, rejected) if chosen != rejected else None
+    def _pair(self, row: Row) -> Preference | None:
+        return pair_of(row, self.prompt_field, self.chosen_field, self.rejected_field)
+
+
+def pair_of(row: Row, prompt_field: str, chosen_field: str, rejected_field: str) -> Preference | None:
+    """The pair in a row; None if its responses are equal. UserError if they answer two conversations."""
+    before, chosen = answered(row, chosen_field, "chosen_field")
+    other, rejected = answered(row, rejected_field, "rejected_field")
+    if before != other:
+        raise UserError(
+            f"{row.where}: {chosen_field!r} and {rejected_field!r} answer different conversations; a "
+            "pair has one prompt"
+        )
+    prompt, messages = (as_text(before), before) if before else asked(row, prompt_field, "prompt_field")
+    if chosen == rejected:
+        return None
+    return Preference(prompt=prompt, chosen=chosen, rejected=rejected, messages=messages)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -61,20 +78,21 @@ class PreferenceBatch:
     model: str
     pairs: PositiveInt
     max_length: PositiveInt
+    chat: ChatFormat = field(default_factory=ChatFormat)
 
     def rates(self) -> Rates:
         return Rates(consumes={"preferences": self.pairs})
 
     def problems(self, view: GraphView) -> Iterable[str]:
-        yield from tokenizer_problems(self.model)
+        yield from tokenizer_problems(self.model, self.chat)
 
     async def run(self, preferences: Stream[Preference]) -> AsyncIterator[Batch | Dropped]:
-        text = TextIds(self.model)
+        text = TextIds(self.model, self.chat)
         waiting: list[Sample] = []
         async for pair in preferences:
             found = (
-                text.sample(pair, pair.prompt, pair.chosen),
-                text.sample(pair, pair.prompt, pair.rejected, advantage=-1.0),
+                text.sample(pair, pair.prompt, pair.chosen, messages=pair.messages),
+                text.sample(pair, pair.prompt, pair.rejected, messages=pair.messages, advantage=-1.0),
             )
             if (length := max(len(s.tokens) for s in found)) > self.max_length:
                 detail = f"{length} tokens, max_length is {self.max_length}"

@@ -1,28 +1,35 @@
-"""Prompts and responses of supervised data as token ids, as a model directory says."""
+"""Prompts and responses of supervised data as token ids, as a model directory and a chat format say."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import JsonValue
 
+from arriero.components.chat import Chat, ChatFormat, opening
 from arriero.engine.errors import UserError
-from arriero.schemas.messages import Record, Sample
+from arriero.schemas.messages import Record, Said, Sample
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
 class TextIds:
-    """The tokenizer of the model directory `model`; UserError if it lacks one or its end of sequence."""
+    """The tokenizer of the model directory `model`; UserError if it lacks one or its end of sequence.
 
-    def __init__(self, model: str) -> None:
+    With a template in `chat` the prompt is the user's message, or the messages that are given, and the
+    response ends as the assistant's turn does.
+    """
+
+    def __init__(self, model: str, chat: ChatFormat) -> None:
         self._tokenizer = _tokenizer(model)
         self._eos = _eos_id(model, self._tokenizer)
+        self._chat = _chat(model, chat) if chat.template else None
+        self._grows = False  # whether the template was seen to append only
 
     def pair(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
         """Ids of both, tokenised apart so that the border is one of tokens; the end of sequence is last."""
@@ -31,23 +38,68 @@ class TextIds:
             ids = ids[:-1]  # some tokenizers end every text; here the text goes on
         return ids, [*self._tokenizer.encode(response, add_special_tokens=False).ids, self._eos]
 
-    def sample(self, record: Record, prompt: str, response: str, *, advantage: float = 1.0) -> Sample:
-        """`record` to be trained on: the response after the prompt, `advantage` on each of its tokens."""
-        asked, answered = self.pair(prompt, response)
-        mask = np.arange(len(asked) + len(answered)) >= max(len(asked), 1)  # nothing predicts the first token
+    def sample(
+        self,
+        record: Record,
+        prompt: str,
+        response: str,
+        *,
+        messages: Sequence[Said] = (),
+        advantage: float = 1.0,
+        every_turn: bool = False,
+    ) -> Sample:
+        """`record` to be trained on: the response after the prompt, `advantage` on each of its tokens.
+
+        `messages` are the prompt as a conversation; with `every_turn` what the assistant says in it is
+        trained on too. UserError for messages without a template.
+        """
+        turns = self._turns(prompt, response, messages, every_turn=every_turn)
+        tokens = [token for told, said in turns for token in (*told, *said)]
+        lengths = [len(ids) for turn in turns for ids in turn]
+        mask = np.repeat([k % 2 == 1 for k in range(len(lengths))], lengths)
+        mask[0] = False  # nothing predicts the first token
         return Sample(
             group=record.id,
-            tokens=np.array(asked + answered, dtype=np.int32),
+            tokens=np.array(tokens, dtype=np.int32),
             mask=mask,
             advantages=np.where(mask, np.float32(advantage), np.float32(0)),
             origin=record.origins[0] if record.origins else -1,
         )
 
+    def _turns(
+        self, prompt: str, response: str, messages: Sequence[Said], *, every_turn: bool
+    ) -> list[tuple[list[int], list[int]]]:
+        """What is told and what is answered, in turn: together the whole sequence."""
+        if self._chat is None:
+            if messages:
+                raise UserError("the data are chat messages; set chat.template, to `model` say")
+            return [self.pair(prompt, response)]
+        told = opening(prompt, messages)
+        earlier = [k for k, m in enumerate(told) if m["role"] == "assistant"] if every_turn else []
+        if not earlier:
+            return [(self._chat.render(told), self._chat.answer(response))]
+        if not self._grows:
+            self._chat.check_turns()
+            self._grows = True
+        ends = [*earlier, len(told)]
+        answers = [self._chat.answer(m["content"]) for m in (told[k] for k in earlier)]
+        answers.append(self._chat.answer(response))
+        first = self._chat.render(told[: ends[0]])
+        later = [self._chat.following(answers[n], told[k + 1 : ends[n + 1]]) for n, k in enumerate(ends[:-1])]
+        return list(zip([first, *later], answers, strict=True))
 
-def tokenizer_problems(model: str) -> Iterator[str]:
+
+def tokenizer_problems(model: str, chat: ChatFormat) -> Iterator[str]:
     """What a check can say before anything is read."""
+    yield from chat.problems(model) if chat.template else ()
     if not (Path(model) / "tokenizer.json").is_file():
         yield _no_tokenizer(model)
+
+
+def _chat(model: str, chat: ChatFormat) -> Chat:
+    from arriero.components.policy import load_tokenizer
+
+    return Chat(load_tokenizer(model), chat, model=model)
 
 
 def _tokenizer(model: str) -> Tokenizer:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import field
+
 from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.chat import ChatFormat
 from arriero.components.fixed_recipe import FixedDataConfig
 from arriero.components.labelled import LabelledBatch, LabelledSource
 from arriero.components.losses import KTO
@@ -20,6 +23,7 @@ class KTOConfig(FixedDataConfig):
     """
 
     data: LabelledSource
+    chat: ChatFormat = field(default_factory=ChatFormat)
     beta: PositiveFloat = 0.1
     kl: NonNegativeFloat | None = None
     balance: bool = True
@@ -35,7 +39,7 @@ def kto(cfg: KTOConfig) -> Graph:
     judged = g.add(cfg.data, name="judged")()
     batcher = LabelledBatch(
         model=cfg.model, examples=cfg.examples_per_step, max_length=cfg.max_length, balance=cfg.balance,
-        mismatched=cfg.kl is None,
+        mismatched=cfg.kl is None, chat=cfg.chat,
     )  # fmt: skip
     batches = g.add(batcher, name="batch")(judged)
     read = g.add(cfg.reads(cfg.model), name="reference")(batches)

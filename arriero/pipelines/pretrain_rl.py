@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.chat import ChatFormat
 from arriero.components.losses import CrossEntropy
 from arriero.components.mixture import ExampleMixture
 from arriero.components.optimizer import AdamW, Optimizer
@@ -48,7 +49,10 @@ def pretrain_rl(cfg: PretrainRLConfig) -> Graph:
     stage = cfg.pretrain if cfg.stage == "pretrain" else cfg.sft
     g = Graph(cfg.stage)
     examples = g.add(stage.data, name="examples")()
-    batcher = SupervisedBatch(model=cfg.model, examples=stage.examples_per_step, max_length=stage.max_length)
+    batcher = SupervisedBatch(
+        model=cfg.model, examples=stage.examples_per_step, max_length=stage.max_length,
+        chat=cfg.chat if cfg.stage == "sft" else ChatFormat(),
+    )  # fmt: skip
     batches = g.add(batcher, name="batch")(examples)
     trainer = Trainer(
         model=cfg.model, loss=CrossEntropy(), steps=stage.steps, optimizer=stage.optimizer,

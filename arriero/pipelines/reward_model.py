@@ -7,6 +7,7 @@ from dataclasses import field
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.chat import ChatFormat
 from arriero.components.checkpoints import Checkpoints
 from arriero.components.optimizer import AdamW
 from arriero.components.preferences import PreferenceBatch, PreferenceSource
@@ -21,6 +22,7 @@ class RewardModelConfig:
 
     model: str
     data: PreferenceSource
+    chat: ChatFormat = field(default_factory=ChatFormat)
     optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
     steps: PositiveInt = 100
     pairs_per_step: PositiveInt = 32
@@ -35,7 +37,9 @@ def reward_model(cfg: RewardModelConfig) -> Graph:
     """What comes out, under `model/` of the run directory, is what `ppo` takes as its reward model."""
     g = Graph("rewardmodel")
     pairs = g.add(cfg.data, name="pairs")()
-    batcher = PreferenceBatch(model=cfg.model, pairs=cfg.pairs_per_step, max_length=cfg.max_length)
+    batcher = PreferenceBatch(
+        model=cfg.model, pairs=cfg.pairs_per_step, max_length=cfg.max_length, chat=cfg.chat
+    )
     batches = g.add(batcher, name="batch")(pairs)
     trainer = RewardTrainer(
         model=cfg.model, steps=cfg.steps, optimizer=cfg.optimizer, token_budget=cfg.token_budget,

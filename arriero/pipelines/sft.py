@@ -7,6 +7,7 @@ from dataclasses import field
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from arriero.components.chat import ChatFormat
 from arriero.components.fixed_recipe import FixedDataConfig
 from arriero.components.losses import CrossEntropy
 from arriero.components.optimizer import AdamW, Optimizer
@@ -19,6 +20,7 @@ class SFTConfig(FixedDataConfig):
     """One step trains on `examples_per_step` examples of at most `max_length` tokens."""
 
     data: ExampleSource
+    chat: ChatFormat = field(default_factory=ChatFormat)
     optimizer: Optimizer = field(default_factory=lambda: AdamW(lr=1e-5))
     examples_per_step: PositiveInt = 32
     drop_last: bool = False  # the examples at the end that make no whole step; false: a smaller one
@@ -30,7 +32,11 @@ def sft(cfg: SFTConfig) -> Graph:
     g = Graph("sft")
     examples = g.add(cfg.data, name="examples")()
     batcher = SupervisedBatch(
-        model=cfg.model, examples=cfg.examples_per_step, max_length=cfg.max_length, drop_last=cfg.drop_last
+        model=cfg.model,
+        examples=cfg.examples_per_step,
+        max_length=cfg.max_length,
+        drop_last=cfg.drop_last,
+        chat=cfg.chat,
     )
     batches = g.add(batcher, name="batch")(examples)
     g.add(cfg.trainer(CrossEntropy()), ranks=cfg.ranks)(batches)

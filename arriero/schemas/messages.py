@@ -191,10 +191,14 @@ class ScoredGroup(Record):
 
 
 class Example(Record):
-    """Supervised text: the tokens after `prompt` are trained on. `epoch` and `row` as in `Prompt`."""
+    """Supervised text: the tokens after `prompt` are trained on. The other fields are as in `Prompt`.
+
+    Of a conversation what the assistant says in it is trained on too.
+    """
 
     prompt: str
     response: str
+    messages: tuple[Said, ...] = ()
     epoch: NonNegativeInt = 0
     row: NonNegativeInt = 0
 
