@@ -41,7 +41,7 @@ def shown(sample: Sample) -> str:
 
 
 async def batched(source: Any, batcher: Any) -> tuple[Sample, ...]:
-    records = await outputs(source.run())
+    records: list[Any] = await outputs(source.run())
     (batch,) = kept(await outputs(batcher.run(stream(records, type(records[0])))))
     assert isinstance(batch, Batch)
     return batch.samples
