@@ -21,10 +21,7 @@ from arriero.schemas.messages import Weights
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class VTraceConfig(PolicyGradientConfig):
-    """`clips` are those of the critic's targets, `rho` that of the policy gradient; the critic is a `model`.
-
-    `whiten`: advantages have mean 0 and variance 1 over a batch, as they don't in the paper.
-    """
+    """`clips` cut ratios in the critic's targets, `rho` in the policy gradient; `whiten` isn't of the paper."""
 
     staleness: NonNegativeInt = 1
     samples: PositiveInt = 1
