@@ -30,7 +30,7 @@ from arriero.schemas.lineage import (
     Reopened,
     WeightsEntry,
 )
-from arriero.schemas.manifest import ContentHashes
+from arriero.schemas.manifest import CodeRevision, ContentHashes
 from arriero.schemas.messages import Outcome
 from tests.inline_runs import recorded_grpo
 from tests.lineage_runs import recorded_run
@@ -153,6 +153,18 @@ def test_the_hash_of_a_model_is_the_same_before_and_after_it_names_its_record(
     before = model_sha256(tmp_path / "model")
     stamp(tmp_path / "model", "a" * 64)
     assert model_sha256(tmp_path / "model") == before == model_sha256(trained.model)
+
+
+def test_a_model_of_which_the_record_names_no_file_and_changes_that_cannot_be_read_are_not_checked(
+    run: RunDir,
+) -> None:
+    run.model.mkdir()
+    (run.model / "model.safetensors").write_bytes(b"of somebody")
+    code = CodeRevision(root="/somewhere/mine", commit="0" * 40, dirty=True, diff_sha256="1" * 64)
+    write_json(run.manifest, run.read_manifest().model_copy(update={"code": (code,)}))
+    assert audited(str(run.path)).left == [
+        "code-mine.diff: it isn't there to be read", "model: the record names no hash of its files"
+    ]  # fmt: skip
 
 
 # --- hashed anew ------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
         return report
     report.findings += files(record, run)
     report.done["files"] = FILES
-    report.left += unread(run)
+    report.left += unread(record, run)
     if (manifest := readable(run.read_manifest)) is not None:
         count, wrong, unseen = inherited(record, manifest.ancestors)
         report.findings += [*wrong, *versions_of_rewards(record, manifest)]

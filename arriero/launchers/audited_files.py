@@ -63,12 +63,15 @@ def files(record: Lineage, run: RunDir) -> Iterator[Finding]:
     yield from _model(record, run.model)
 
 
-def unread(run: RunDir) -> list[str]:
-    """What can't be compared, for only the owner can read it, or it was left out of a copy."""
+def unread(record: Lineage, run: RunDir) -> list[str]:
+    """What can't be compared: only the owner can read it, it was left out of a copy, or nothing names it."""
     manifest = readable(run.read_manifest)
     codes = manifest.code if manifest is not None else ()
-    found = [_diff(run, code) for code in codes if code.diff_sha256]
-    return [f"{path.name}: it isn't there to be read" for path in found if not os.access(path, os.R_OK)]
+    diffs = [_diff(run, code) for code in codes if code.diff_sha256]
+    found = [f"{path.name}: it isn't there to be read" for path in diffs if not os.access(path, os.R_OK)]
+    if record.closed is not None and not record.closed.model and any(run.model.glob("*.safetensors")):
+        found.append("model: the record names no hash of its files")
+    return found
 
 
 def index(record: Lineage) -> tuple[int, list[Finding]]:
