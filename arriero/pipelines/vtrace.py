@@ -21,7 +21,7 @@ from arriero.schemas.messages import Weights
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class VTraceConfig(PolicyGradientConfig):
-    """`clips` cut ratios in the critic's targets, `rho` in the policy gradient; `whiten` isn't of the paper."""
+    """`clips` cut ratios in the critic's targets, `rho` in the policy gradient; `whiten` is ours."""
 
     staleness: NonNegativeInt = 1
     samples: PositiveInt = 1
