@@ -77,7 +77,6 @@ class Receiving:
     def __init__(self, transport: TransportName, url: str, name: str, num_mb: int, raw_at: str) -> None:
         self.into = {n: torch.zeros_like(t) for n, t in tensors_of(num_mb).items()}
         self.receiver = ShardReceiver(open_inlet(url, name, SECRET))
-        self.standby = Standby(self.receiver, self.into)
         self.last = -1
         self.raw = None
         if raw_at:
@@ -93,8 +92,9 @@ class Receiving:
     def switch(self) -> Taken:
         manifest = self.receiver.newest()
         assert manifest is not None
-        self.standby.prepare(manifest)
-        return seconds(self.standby.switch)
+        standby = Standby(self.receiver, self.into)  # not for all versions: it takes as much memory again
+        standby.prepare(manifest)
+        return seconds(standby.switch)
 
     def transfer(self) -> Taken:
         assert self.raw is not None

@@ -367,10 +367,13 @@ def test_eight_bits_are_as_far_off_as_their_type_says_and_what_is_not_finite_sta
 
 @engines
 @pytest.mark.slow
-def test_memory_is_flat_over_two_hundred_weight_updates(engine: EngineName, tmp_path: Path) -> None:
+@pytest.mark.parametrize("standby", [False, True])
+def test_memory_is_flat_over_two_hundred_weight_updates(
+    engine: EngineName, standby: bool, tmp_path: Path
+) -> None:
     versions = [small_llama(tied=True), small_llama(tied=True, seed=1)]
     process = psutil.Process()
-    with rig(config(engine, saved(versions[0], tmp_path))) as r:
+    with rig(replace(config(engine, saved(versions[0], tmp_path)), standby=standby)) as r:
         r.take(versions[0])
         r.engine.add(requests(5))
         used: list[int] = []
