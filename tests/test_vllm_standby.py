@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping
@@ -24,9 +25,15 @@ from arriero.components.sampling import Sampling
 from arriero.components.vllm_options import VLLMOptions
 from arriero.engine.weights import WeightError
 from arriero.engine.weights.shm import Segment
+from arriero.launchers.launch import inline
+from arriero.launchers.options import LaunchOptions
+from arriero.launchers.rundir import create
+from arriero.pipelines.aipo import AIPOConfig, aipo
+from arriero.schemas.run import RunOptions
 from arriero.schemas.weights import WeightManifest
 from tests.drive import Alone
 from tests.engines import Rig, forward_logprobs, needs_vllm, rig, saved, small_llama, state_of
+from tests.inline_runs import policy_gradient_fields
 from tests.tiny_models import tiny_llama
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [4]]
@@ -201,6 +208,21 @@ def test_a_twin_fills_tensors_in_place_where_a_captured_graph_holds_them(tmp_pat
             done = {k: replace(c, versions=c.versions * 0) for k, c in r.finish(requests(12)).items()}
             check(done, {0: model})
             assert version == models.index(model)
+
+
+def test_a_run_trains_on_tokens_of_the_versions_that_they_are_said_to_be_of(tmp_path: Path) -> None:
+    fields = policy_gradient_fields(
+        tmp_path, engine="vllm", standby=True, staleness=1, steps=3, slots=32, groups_per_step=4, samples=4,
+        vllm={"kv_cache_bytes": 64 << 20},
+    )  # fmt: skip
+    record = create(tmp_path / "run")
+    options = RunOptions(run_id=tmp_path.name, seed=7, wait_bound_s=250)
+    assert inline(aipo(AIPOConfig(**fields)).check(), options, record, LaunchOptions(quiet=True)) == 0
+    steps = [json.loads(line) for line in record.metrics.read_text().splitlines()]
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    fresh = [s for s in steps if s.get("fresh_tokens")]
+    assert fresh
+    assert all(s["fresh_mismatch_max"] < 1e-4 for s in fresh)
 
 
 @pytest.mark.slow
