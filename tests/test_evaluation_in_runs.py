@@ -17,8 +17,13 @@ from arriero.components.evaluation_lane import EvaluationLane
 from arriero.components.policy import load_model
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import Function
+from arriero.components.weight_intake import WeightIntake
+from arriero.engine.codec import encode
+from arriero.engine.memory import MemoryBroker
 from arriero.engine.runtime.context import weights_url
 from arriero.engine.runtime.role import run_role
+from arriero.engine.runtime.versions import LoopSource
+from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Stream
 from arriero.engine.weights import destroy
 from arriero.engine.weights.layout import StaleWeights
@@ -132,6 +137,7 @@ class Tokens:
 
     def __init__(self, *, gone: int = -1) -> None:
         self.version, self._gone = -1, gone
+        self.held = False  # whether a change of weights would be wrong
         self._open: dict[str, list[int]] = {}
         self.done: list[tuple[str, list[int]]] = []
 
@@ -144,9 +150,10 @@ class Tokens:
         return not self._open
 
     def prepare(self, weights: Weights) -> None:
-        raise NotImplementedError
+        """Everything is done by `load`."""
 
     def load(self, weights: Weights) -> None:
+        assert not self.held, f"version {weights.version} in the middle of an evaluation"
         if weights.version == self._gone:
             self.version = -1
             raise StaleWeights("overwritten")
@@ -210,6 +217,60 @@ async def test_prompts_whose_version_is_gone_are_dropped_and_never_sampled_by_an
     assert [(d.parent, d.reason) for d in dropped] == [("a", "stale"), ("b", "stale")]
     assert "version 2 can't be had any more: overwritten" in dropped[0].detail
     assert work.done == [("c", [4] * 3)]
+
+
+async def followed(*versions: int) -> tuple[MemoryBroker, LoopSource, Stream[Weights]]:
+    """A loop that has announced these."""
+    broker = MemoryBroker()
+    await broker.declare([], ["loop-weights"])
+    for version in versions:
+        announced = Weights(id=f"v{version}", version=version)
+        await broker.append("loop-weights", announced.id, encode(announced))
+    clock = NodeClock("generator", bound_s=5)
+    source = LoopSource(broker, "loop-weights", Weights, name="loop weights", clock=clock, keep=3)
+    source.start()
+    return broker, source, Stream("weights", Weights, source)
+
+
+async def test_after_an_evaluation_of_an_older_version_prompts_get_the_newest_again() -> None:
+    """A generator that was started again while an evaluation was under way: the newest came before it."""
+    _, source, loop = await followed(0, 1, 2, 3)
+    work = Tokens()
+    with ComputeThread("test") as compute:
+        intake = WeightIntake(loop, work, compute, beside=False)
+        await intake.reach(0)
+        assert work.version == 3
+        assert await intake.ready_for(Prompt(id="h", text="?", split="eval", min_version=1)) is None
+        assert work.version == 1
+        trained = Prompt(id="t", text="?", min_version=2)
+        assert await asyncio.wait_for(intake.ready_for(trained), 2) is None
+        assert work.version == 3
+        await intake.hold(1)
+        await intake.follow()
+        assert work.version == 3
+        await intake.close()
+    await source.stop()
+
+
+async def test_a_version_that_arrives_during_an_evaluation_waits_for_its_end() -> None:
+    broker, source, loop = await followed(0, 1)
+    work = Tokens()
+    with ComputeThread("test") as compute:
+        intake = WeightIntake(loop, work, compute, beside=True)
+        await intake.reach(1)
+        work.held = True
+        await broker.append("loop-weights", "v2", encode(Weights(id="v2", version=2)))
+        await asyncio.sleep(0.05)
+        await intake.follow()  # begins to receive it
+        for name in "ab":
+            asked = Prompt(id=name, text="?", split="eval", min_version=1)
+            assert await intake.ready_for(asked) is None
+        work.held = False
+        while work.version < 2:
+            await intake.follow()
+            await asyncio.sleep(0.01)
+        await intake.close()
+    await source.stop()
 
 
 def test_a_lane_takes_nothing_but_evaluations_during_training() -> None:

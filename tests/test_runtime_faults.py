@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import sys
 import threading
 import time
@@ -469,6 +470,19 @@ async def test_a_replica_that_comes_later_finds_the_versions_from_before() -> No
     assert (await late.at(1)).version == 1
     await _announce(broker, 4)
     assert (await late.next()).version == 4  # an older one in between has taken nothing away
+    await late.stop()
+
+
+async def test_an_older_version_is_found_beside_one_whose_metric_is_not_a_number() -> None:
+    broker = MemoryBroker()
+    await broker.declare([], ["loop-weights"])
+    for version in range(3):
+        announced = Weights(id=f"v{version}", version=version, metrics={"kl": math.nan})
+        await broker.append("loop-weights", announced.id, encode(announced))
+    clock = NodeClock("g", bound_s=5)
+    late = LoopSource(broker, "loop-weights", Weights, name="loop weights", clock=clock, keep=1)
+    late.start()
+    assert (await asyncio.wait_for(late.at(0), 2)).version == 0
     await late.stop()
 
 

@@ -50,14 +50,15 @@ class WeightIntake:
 
     async def follow(self) -> None:
         """Between two steps: take the newest version, or what of it there is to do."""
-        if self._beside is None:
-            if (newer := self._weights.poll()) is not None:
-                await self._use(newer)
-            return
-        if self._arriving is None and (newer := self._weights.poll()) is not None:
+        newer = None if self._arriving is not None else self._weights.poll()
+        if newer is not None and self._beside is not None:
             self._arriving = asyncio.create_task(self._prepared(newer))
-        if self._arriving is not None and self._arriving.done():
+        elif newer is not None:
+            await self._use(newer)
+        elif self._arriving is not None and self._arriving.done():
             await self._switch(self._arriving)
+        elif (left := self._left()) is not None:
+            await self._use(left)
 
     async def reach(self, version: int) -> None:
         """Wait until this version or a newer one is in use."""
@@ -65,7 +66,7 @@ class WeightIntake:
             if self._arriving is not None:
                 await self._switch(self._arriving)
             else:
-                await self._use(await self._next())
+                await self._use(self._left() or await self._next())
 
     async def use(self, version: int) -> None:
         """Wait until exactly this version is in use."""
@@ -84,12 +85,15 @@ class WeightIntake:
         return None
 
     async def hold(self, version: int) -> str:
-        """Put exactly this version in use, with nothing under way; why it isn't to be had, else empty.
+        """Put exactly this version in use, unless it is; why it isn't to be had, else empty.
 
-        Then the newest one is in use.
+        With something of another version under way it must be in use. What was in use before comes back when
+        the engine follows again.
         """
         from arriero.engine.weights import WeightError
 
+        if self._work.version == version:
+            return ""
         if self._arriving is not None:
             await self._switch(self._arriving)
         try:
@@ -97,8 +101,8 @@ class WeightIntake:
         except LookupError as error:
             return str(error)
         except WeightError as error:  # overwritten, or its sender has begun a new life
-            if self._newest is not None:
-                await self._use(self._newest)
+            if (left := self._left()) is not None:
+                await self._use(left)
             return f"version {version} can't be had any more: {error}"
         return ""
 
@@ -109,6 +113,11 @@ class WeightIntake:
             self._arriving.cancel()
         if self._beside is not None:
             self._beside.__exit__(None, None, None)
+
+    def _left(self) -> Weights | None:
+        """The newest version that was in use, if an older one is now: it doesn't come a second time."""
+        newest = self._newest
+        return newest if newest is not None and newest.version > self._work.version else None
 
     async def _switch(self, arriving: asyncio.Task[Weights]) -> None:
         weights = await arriving
