@@ -95,3 +95,12 @@ class PolicyGradientConfig(SampledConfig):
 
     reward: Reward = field(default_factory=ExactMatch)
     rewards: PositiveInt = 1
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class CriticConfig:
+    """How the critic of a pipeline that has one learns, beside what the pipeline says of it."""
+
+    critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
+    critic_training: TrainingOptions = field(default_factory=TrainingOptions)
+    critic_ranks: PositiveInt = 1

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
 from arriero.components.environments.recipe import EnvironmentConfig
 from arriero.components.losses import AIPO
-from arriero.components.optimizer import AdamW
+from arriero.components.recipe import CriticConfig
 from arriero.components.replay import Replay
-from arriero.components.training_options import TrainingOptions
 from arriero.components.utterance_critic import UtteranceCritic
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Weights
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class ArcherConfig(EnvironmentConfig):
+class ArcherConfig(CriticConfig, EnvironmentConfig):
     """The critics take `critic_updates` updates a step, on `replay` samples of the last `capacity`.
 
     They begin as `model`; `tau` is how far their slow copies follow an update. `gamma` discounts by turns.
@@ -30,9 +27,6 @@ class ArcherConfig(EnvironmentConfig):
     replay: PositiveInt = 512
     capacity: PositiveInt = 10000
     critic_updates: PositiveInt = 4
-    critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
-    critic_training: TrainingOptions = field(default_factory=TrainingOptions)
-    critic_ranks: PositiveInt = 1
     rho: PositiveFloat = 2.0
 
 

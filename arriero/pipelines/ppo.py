@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
 from arriero.components.critic import Critic
 from arriero.components.losses import ClipLow, ClippedPolicyGradient, DualClip
-from arriero.components.optimizer import AdamW
-from arriero.components.recipe import SampledConfig
+from arriero.components.recipe import CriticConfig, SampledConfig
 from arriero.components.reference import ReferenceLogprobs
 from arriero.components.reward_model import RewardModel
-from arriero.components.training_options import TrainingOptions
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Weights
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class PPOConfig(SampledConfig):
+class PPOConfig(CriticConfig, SampledConfig):
     """`reward_model` is what that pipeline made; critic and reference begin as `model`."""
 
     reward_model: str
@@ -34,9 +30,6 @@ class PPOConfig(SampledConfig):
     value_clip: PositiveFloat = 0.2
     bootstrap: bool = False  # a response that was cut off goes on with the critic's value
     minibatches: PositiveInt = 4
-    critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
-    critic_training: TrainingOptions = field(default_factory=TrainingOptions)
-    critic_ranks: PositiveInt = 1
 
 
 def ppo(cfg: PPOConfig) -> Graph:

@@ -1,7 +1,6 @@
 """Pretraining from scratch, fine-tuning, reinforcement learning: the Echo Chamber study (arXiv:2504.07912).
 
-One configuration, three runs: `--stage pretrain`, `sft` and `rl`, each with the `model/` that the one before
-has left in its run directory. The manifest of a run names the run that its model came from.
+One configuration, three runs (`--stage`), each with the `model/` of the run before, which its manifest names.
 """
 
 from __future__ import annotations
@@ -46,14 +45,12 @@ def pretrain_rl(cfg: PretrainRLConfig) -> Graph:
     """The mixture decides what there is to find; RL picks one way of answering from it and turns it up."""
     if cfg.stage == "rl":
         return aipo(cfg)
-    stage = cfg.pretrain if cfg.stage == "pretrain" else cfg.sft
+    stage, chat = (cfg.pretrain, ChatFormat()) if cfg.stage == "pretrain" else (cfg.sft, cfg.chat)
     g = Graph(cfg.stage)
-    examples = g.add(stage.data, name="examples")()
     batcher = SupervisedBatch(
-        model=cfg.model, examples=stage.examples_per_step, max_length=stage.max_length,
-        chat=cfg.chat if cfg.stage == "sft" else ChatFormat(),
-    )  # fmt: skip
-    batches = g.add(batcher, name="batch")(examples)
+        model=cfg.model, examples=stage.examples_per_step, max_length=stage.max_length, chat=chat
+    )
+    batches = g.add(batcher, name="batch")(g.add(stage.data, name="examples")())
     trainer = Trainer(
         model=cfg.model, loss=CrossEntropy(), steps=stage.steps, optimizer=stage.optimizer,
         token_budget=cfg.token_budget, training=cfg.training, checkpoints=cfg.checkpoints,

@@ -11,16 +11,14 @@ from arriero.components.advantage import GroupAdvantage
 from arriero.components.critic import Critic, VTraceClips
 from arriero.components.health import HealthGates, High
 from arriero.components.losses import AIPO
-from arriero.components.optimizer import AdamW
 from arriero.components.policy_logprobs import PolicyLogprobs
-from arriero.components.recipe import PolicyGradientConfig
-from arriero.components.training_options import TrainingOptions
+from arriero.components.recipe import CriticConfig, PolicyGradientConfig
 from arriero.engine.graph import Graph
 from arriero.schemas.messages import Weights
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class VTraceConfig(PolicyGradientConfig):
+class VTraceConfig(CriticConfig, PolicyGradientConfig):
     """`clips` cut ratios in the critic's targets, `rho` in the policy gradient; `whiten` is ours."""
 
     staleness: NonNegativeInt = 1
@@ -32,9 +30,6 @@ class VTraceConfig(PolicyGradientConfig):
     whiten: bool = False
     value_clip: PositiveFloat = 0.2
     critic_updates: PositiveInt = 1
-    critic_optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5))
-    critic_training: TrainingOptions = field(default_factory=TrainingOptions)
-    critic_ranks: PositiveInt = 1
     health: HealthGates = field(default_factory=lambda: HealthGates(masked=High(warn=0.75)))  # half is usual
 
 
