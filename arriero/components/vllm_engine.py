@@ -198,11 +198,12 @@ class VLLMEngine:
             max_tokens=request.max_new_tokens or sampling.max_new_tokens,
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
-            stop_token_ids=self._ends,
+            stop_token_ids=list(self._ends),
             logprobs=0,  # besides the sampled token's own
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=self._sampling.RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # they are this request's alone; a deep copy costs as much as some of its tokens
         )
         self._llm.add_request(request.key, prompt, params)
 
