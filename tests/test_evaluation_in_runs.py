@@ -7,13 +7,16 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
 
 from arriero.components.compute import ComputeThread
-from arriero.components.evaluation_lane import EvaluationLane
+from arriero.components.evaluation_lane import EvaluationLane, beside
+from arriero.components.generator import Generator
+from arriero.components.group_decoding import GroupDecoding
 from arriero.components.policy import load_model
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import Function
@@ -25,12 +28,13 @@ from arriero.engine.runtime.role import run_role
 from arriero.engine.runtime.versions import LoopSource
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Stream
-from arriero.engine.weights import destroy
+from arriero.engine.weights import WeightSender, destroy
 from arriero.engine.weights.layout import StaleWeights
 from arriero.pipelines.aipo import AIPOConfig, aipo
 from arriero.schemas.ledger import DroppedEvent, Evaluated, Event, Trained
 from arriero.schemas.messages import Dropped, Prompt, Rollout, Weights
 from tests.brokers import Engine
+from tests.engines import state_of
 from tests.inline_runs import peaked_model, policy_gradient_fields
 from tests.runtime_runs import declare, options, read
 
@@ -271,6 +275,28 @@ async def test_a_version_that_arrives_during_an_evaluation_waits_for_its_end() -
             await asyncio.sleep(0.01)
         await intake.close()
     await source.stop()
+
+
+def test_the_second_engine_is_told_apart_by_who_sends_the_weights(tmp_path: Path) -> None:
+    """Of two readers of one name the sender would know one lease only, and overwrite what the other reads."""
+    directory = peaked_model(tmp_path / "peaked")
+    tensors = state_of(load_model(directory))
+    url, config = f"shm://test-{uuid4().hex}", Generator(model=directory, samples=1, slots=1)
+    sender = WeightSender(url, tensors)
+    try:
+        weights = Weights(version=0, manifest=sender.publish(0, tensors))
+        both = [
+            GroupDecoding(config, place(run_dir=tmp_path)),
+            GroupDecoding(config, beside(place(run_dir=tmp_path))),
+        ]
+        for work in both:
+            work.load(weights)
+        assert len(sender.shards.report(0, timeout_s=5).taken) == 2
+        for work in both:
+            work.close()
+        sender.close()
+    finally:
+        destroy(url)
 
 
 def test_a_lane_takes_nothing_but_evaluations_during_training() -> None:

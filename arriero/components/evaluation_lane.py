@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from arriero.components.weight_intake import Computes, WeightIntake
+from arriero.engine.runtime.context import Context
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Dropped, Prompt, Weights
 
@@ -46,6 +48,11 @@ class Evaluates(Protocol[R_co]):
     def step(self) -> Sequence[R_co | Dropped]: ...
 
     def close(self) -> None: ...
+
+
+def beside(context: Context) -> Context:
+    """The place of the second engine: the weight plane tells who reads a version by their names."""
+    return replace(context, node=f"{context.node}-held-out")
 
 
 class EvaluationLane(Generic[R_co]):

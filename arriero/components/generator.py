@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.chat import MODEL, ChatFormat
 from arriero.components.compute import ComputeThread
-from arriero.components.evaluation_lane import EvaluationLane
+from arriero.components.evaluation_lane import EvaluationLane, beside
 from arriero.components.model_directory import check_model_directory, context_length
 from arriero.components.placement import DevicePlacement, Devices
 from arriero.components.prompt_queue import PromptQueue
@@ -190,8 +190,8 @@ class Generator:
     ) -> EvaluationLane[RolloutGroup | Continuation] | None:
         if not self.evaluates_beside(context):
             return None
-        beside = replace(self, standby=False, stragglers=Stragglers())
-        return EvaluationLane(weights, compute, lambda: beside._load(context))
+        second = replace(self, standby=False, stragglers=Stragglers())
+        return EvaluationLane(weights, compute, lambda: second._load(beside(context)))
 
     async def _continuously(
         self,

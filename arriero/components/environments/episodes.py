@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread
 from arriero.components.environments.environment import Environment
-from arriero.components.evaluation_lane import EvaluationLane
+from arriero.components.evaluation_lane import EvaluationLane, beside
 from arriero.components.generator import Generator
 from arriero.components.rollout_loop import continuously, one_by_one
 from arriero.components.sampling import Sampling
@@ -112,8 +112,8 @@ class Episodes:
     ) -> EvaluationLane[ScoredGroup] | None:
         if not self.generator.evaluates_beside(context):
             return None
-        beside = replace(self, generator=replace(self.generator, standby=False))
-        return EvaluationLane(weights, compute, lambda: beside._load(context, beside=True))
+        second = replace(self, generator=replace(self.generator, standby=False))
+        return EvaluationLane(weights, compute, lambda: second._load(beside(context), beside=True))
 
     def _load(self, context: Context, *, beside: bool = False) -> EpisodeDecoding:
         from arriero.components.environments.episode_decoding import EpisodeDecoding
