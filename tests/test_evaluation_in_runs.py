@@ -33,6 +33,7 @@ from arriero.engine.weights.layout import StaleWeights
 from arriero.pipelines.aipo import AIPOConfig, aipo
 from arriero.schemas.ledger import DroppedEvent, Evaluated, Event, Trained
 from arriero.schemas.messages import Dropped, Prompt, Rollout, Weights
+from tests import places
 from tests.brokers import Engine
 from tests.engines import state_of
 from tests.inline_runs import peaked_model, policy_gradient_fields
@@ -286,8 +287,8 @@ def test_the_second_engine_is_told_apart_by_who_sends_the_weights(tmp_path: Path
     try:
         weights = Weights(version=0, manifest=sender.publish(0, tensors))
         both = [
-            GroupDecoding(config, place(run_dir=tmp_path)),
-            GroupDecoding(config, beside(place(run_dir=tmp_path))),
+            GroupDecoding(config, places.place(run_dir=tmp_path)),
+            GroupDecoding(config, beside(places.place(run_dir=tmp_path))),
         ]
         for work in both:
             work.load(weights)
