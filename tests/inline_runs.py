@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def steps_of(graph: Graph, path: Path, *, seed: int = 7) -> list[dict[str, Any]]
     """What was recorded of every step of a deterministic run in `path`."""
     spec = graph.check()
     run = create(path)
-    options = RunOptions(run_id=path.name, seed=seed, deterministic=True, wait_bound_s=60)
+    options = RunOptions(run_id=f"{path.name}-{os.getpid()}", seed=seed, deterministic=True, wait_bound_s=60)
     assert inline(spec, options, run, LaunchOptions(quiet=True)) == 0
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,9 @@ def run_graph(
     )
     spec = aipo(config).check()
     run = create(run_dir)
-    options = RunOptions(run_id=run_dir.name, seed=SEED, deterministic=True, wait_bound_s=60)
+    options = RunOptions(
+        run_id=f"{run_dir.name}-{os.getpid()}", seed=SEED, deterministic=True, wait_bound_s=60
+    )
     assert inline(spec, options, run, LaunchOptions(quiet=True)) == 0
     return load_policy(run.model)[0].state_dict()
 

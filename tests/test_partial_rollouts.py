@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -192,7 +193,7 @@ def test_on_vllm_a_tail_replica_goes_on_with_what_others_put_back(tmp_path: Path
         stragglers=tail, slots=32, groups_per_step=4, samples=4, vllm={"kv_cache_bytes": 64 << 20},
     )  # fmt: skip
     record = create(tmp_path / "run")
-    options = RunOptions(run_id=tmp_path.name, seed=7, wait_bound_s=100)
+    options = RunOptions(run_id=f"{tmp_path.name}-{os.getpid()}", seed=7, wait_bound_s=100)
     assert inline(aipo(AIPOConfig(**fields)).check(), options, record, LaunchOptions(quiet=True)) == 0
     steps = [json.loads(line) for line in record.metrics.read_text().splitlines()]
     assert [s["step"] for s in steps] == [1, 2, 3]
