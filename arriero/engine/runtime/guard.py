@@ -14,7 +14,7 @@ from math import fsum
 
 import numpy as np
 
-from arriero.engine.rates import Window, repetitions, windows
+from arriero.engine.rates import Window, ancestors, repetitions, windows
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import DroppedEvent, Evaluated, Event, Learned, Trained
 from arriero.schemas.messages import Batch, Record, RolloutGroup, Sample, ScoredGroup, Weights, oldest
@@ -25,6 +25,11 @@ def guarded(spec: GraphSpec, node: str) -> Window | None:
     counts = repetitions(spec)
     found = [w for w in windows(spec) if counts[w.producer] == counts[node] and spec.node(node).inputs]
     return min(found, key=lambda w: w.staleness, default=None)
+
+
+def trainer_after(spec: GraphSpec, name: str, window: Window | None) -> str:
+    """Whose steps say that what comes to `name` has been trained; empty if nobody's do."""
+    return window.producer if window and name in ancestors(spec, window.producer) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

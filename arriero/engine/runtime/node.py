@@ -20,10 +20,17 @@ from arriero.engine.backlog import Backlog
 from arriero.engine.broker import Broker, Lease
 from arriero.engine.component import Recovers
 from arriero.engine.graph import Graph, PerRecord
-from arriero.engine.rates import Window, ancestors
 from arriero.engine.runtime.context import Context, enter
 from arriero.engine.runtime.frontier import FrontierFold
-from arriero.engine.runtime.guard import Ahead, guarded, learned, sampled_tokens, trained, trained_tokens
+from arriero.engine.runtime.guard import (
+    Ahead,
+    guarded,
+    learned,
+    sampled_tokens,
+    trained,
+    trained_tokens,
+    trainer_after,
+)
 from arriero.engine.runtime.handover import Handover
 from arriero.engine.runtime.history import Done, History
 from arriero.engine.runtime.inputs import EdgeSource
@@ -32,7 +39,7 @@ from arriero.engine.runtime.journal import Progress
 from arriero.engine.runtime.outputs import Outbox
 from arriero.engine.runtime.provenance import check_kind, check_place, child_id, origins_of, parents_of
 from arriero.engine.runtime.versions import LoopSource
-from arriero.engine.runtime.waits import NodeClock
+from arriero.engine.runtime.waits import NodeClock, first_error
 from arriero.engine.stream import Loop, Source, Stream
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import DroppedEvent, Event, Step, Trained, loop_log
@@ -69,7 +76,6 @@ class NodeRunner:
         self._produces = node.rates.produces
         self._edges: dict[str, EdgeSource[Any]] = {}
         self._loop_inputs: list[LoopSource] = []
-        self._handover: Handover | None = None
         self._children: dict[tuple[str, ...], list[asyncio.Task[None]]] = {}
         self._version = 0  # the last that this node has made
         window = guarded(spec, name)
@@ -81,7 +87,7 @@ class NodeRunner:
         self._makes_versions = issubclass(node.output, Weights)
         self._learns = isinstance(node.component, Recovers) and not self._makes_versions
         self._learned = 0  # steps of this node that aren't versions
-        self._trained = Done(name if self._makes_versions else _trainer_after(spec, name, window))
+        self._trained = Done(name if self._makes_versions else trainer_after(spec, name, window))
         self._frontier, self._done = FrontierFold(), self._trained
         heard = [self._trained.apply, self._ahead.apply if self._ahead else self._frontier.apply]
         if self._learns:
@@ -90,15 +96,7 @@ class NodeRunner:
         self.history = History(name, context.replica, broker, heard)
         self._steps: dict[int, Step] = {}  # those of earlier lives
         self._has_consumers = bool(spec.consumers(name))
-        self.outbox = Outbox(
-            broker,
-            broker.producer(name, context.replica) if self._has_consumers else None,
-            tuple(loop.name for loop in spec.loops if loop.producer == name),
-            clock=self.clock,
-            consumers_left=progress.consumers_left.get(name),
-            max_deliveries=options.max_deliveries,
-            one_by_one=self._learns,
-        )
+        self.outbox = self._open_outbox()
         self.intake = Intake(
             name,
             broker,
@@ -108,16 +106,30 @@ class NodeRunner:
             version=lambda: self._ahead.version if self._ahead else self._version,
             max_deliveries=options.max_deliveries,
         )
-        if spec.node(name).puts_back:
-            self._handover = Handover(
-                name,
-                broker,
-                self.outbox,
-                replica=context.replica,
-                clock=self.clock,
-                consumers_left=progress.consumers_left.get(name),
-                max_deliveries=options.max_deliveries,
-            )
+        self._handover = self._open_handover() if spec.node(name).puts_back else None
+
+    def _open_outbox(self) -> Outbox:
+        name, replica = self.node.name, self.context.replica
+        return Outbox(
+            self.broker,
+            self.broker.producer(name, replica) if self._has_consumers else None,
+            tuple(loop.name for loop in self.spec.loops if loop.producer == name),
+            clock=self.clock,
+            consumers_left=self.progress.consumers_left.get(name),
+            max_deliveries=self.options.max_deliveries,
+            one_by_one=self._learns,
+        )
+
+    def _open_handover(self) -> Handover:
+        return Handover(
+            self.node.name,
+            self.broker,
+            self.outbox,
+            replica=self.context.replica,
+            clock=self.clock,
+            consumers_left=self.progress.consumers_left.get(self.node.name),
+            max_deliveries=self.options.max_deliveries,
+        )
 
     # --- its life -----------------------------------------------------------------------------------------
 
@@ -135,7 +147,7 @@ class NodeRunner:
             watchers = [asyncio.create_task(w) for w in self._watches()]
         work = asyncio.create_task(self._work(streams), name=self.node.name)
         try:
-            await _first_error(work, self.outbox.failed, *watchers)
+            await first_error(work, self.outbox.failed, *watchers)
         finally:
             for task in (work, *watchers):
                 task.cancel()
@@ -383,20 +395,3 @@ class NodeRunner:
                 f"{self.node.name} ended without an answer to {len(left)} inputs ({left[0]}, ...); "
                 "give an output or Dropped for each"
             )
-
-
-def _trainer_after(spec: GraphSpec, name: str, window: Window | None) -> str:
-    """Whose steps say that what comes to `name` has been trained; empty if nobody's do."""
-    return window.producer if window and name in ancestors(spec, window.producer) else ""
-
-
-async def _first_error(work: asyncio.Task[None], *others: asyncio.Future[None]) -> None:
-    """Until `work` is done. Raises its error, or that of one of `others` before it is done."""
-    waiting: set[asyncio.Future[None]] = {work, *others}
-    while not work.done():
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for future in done - {work}:
-            future.result()
-    if work.cancelled():
-        raise RuntimeError(f"{work.get_name()} was cancelled from inside: something it waited for was")
-    work.result()

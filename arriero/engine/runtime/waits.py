@@ -106,3 +106,15 @@ class NodeClock:
                 ended=self._stopped is not None,
                 counts=dict(self._counts),
             )
+
+
+async def first_error(work: asyncio.Task[None], *others: asyncio.Future[None]) -> None:
+    """Until `work` is done. Raises its error, or that of one of `others` before it is done."""
+    waiting: set[asyncio.Future[None]] = {work, *others}
+    while not work.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for future in done - {work}:
+            future.result()
+    if work.cancelled():
+        raise RuntimeError(f"{work.get_name()} was cancelled from inside: something it waited for was")
+    work.result()
