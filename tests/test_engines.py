@@ -504,3 +504,6 @@ def test_check_refuses_what_an_engine_does_not_read_or_cannot_do(tmp_path: Path)
     greedy = problems(engine="vllm", sampling=Sampling(greedy=True, temperature=0.5))
     assert "log-probabilities of temperature 1" in greedy
     assert "precision int8 with engine=vllm" in problems(engine="vllm", precision="int8")
+    second: dict[str, Any] = {"engine": "vllm", "evaluation_engine": "own"}
+    assert "vllm.memory_share=0.85 leaves no room for it" in problems(**second)
+    assert "leaves no room" not in problems(**second, vllm=VLLMOptions(memory_share=0.4))

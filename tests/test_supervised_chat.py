@@ -130,3 +130,11 @@ def test_a_template_that_is_not_there_is_a_problem_of_the_graph(tmp_path: Path) 
         model=model(tmp_path), examples=1, max_length=9, chat=ChatFormat(template="model")
     ).problems(Alone())
     assert "has no chat template" in next(iter(found))
+
+
+def test_plain_text_without_turns_is_not_shown_by_a_template(tmp_path: Path) -> None:
+    plain = ExampleSource(path=file(tmp_path / "d.jsonl", {"response": "2"}), prompt_field="")
+    batcher = SupervisedBatch(model=model(tmp_path), examples=1, max_length=9, chat=CHAT)
+    (said,) = batcher.problems(Alone(plain))
+    assert "has no turns that a chat template could show" in said
+    assert not list(batcher.problems(Alone(ExampleSource(path=plain.path))))

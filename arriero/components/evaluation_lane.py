@@ -71,7 +71,7 @@ class EvaluationLane(Generic[R_co]):
         return bool(self._waiting) or (self._work is not None and not self._work.idle)
 
     def takes(self, prompt: Prompt) -> bool:
-        """Take up a held-out prompt that is sent during training; no other belongs here."""
+        """Take up a held-out prompt of any version but the first; no other belongs here."""
         mine = prompt.split == "eval" and prompt.min_version > 0
         if mine:
             self._waiting.append(prompt)

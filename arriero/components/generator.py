@@ -4,9 +4,9 @@ It never waits for the trainer: between two decoding steps it takes the newest w
 into free slots, and gives the groups that are complete. In deterministic mode it decodes one group at a time
 with exactly the version the group was admitted for, so that nothing depends on timing or on neighbours.
 
-Held-out prompts are sampled by exactly the version that they were sent for. Those of an evaluation during
-training go to an engine of their own (`EvaluationLane`), or this one keeps its weights until they are done,
-as it does before and after training.
+Held-out prompts are sampled by exactly the version that they were sent for. Where a run evaluates during
+training, those of all versions but the first go to an engine of their own (`EvaluationLane`), or this one
+keeps its weights until they are done, as it does for the first.
 """
 
 from __future__ import annotations
@@ -101,6 +101,11 @@ class Generator:
         yield from self.placement.problems(staleness=view.staleness, standby=self.standby)
         if self.evaluation_engine == "own" and self.placement.devices == "turns":
             yield "evaluation_engine=own with placement.devices=turns: there is no turn for it; use same"
+        if (self.evaluation_engine, self.engine) == ("own", "vllm") and self.vllm.memory_share >= 0.5:
+            yield (
+                f"evaluation_engine=own is a second vLLM on each device, but vllm.memory_share="
+                f"{self.vllm.memory_share} leaves no room for it; set it below 0.5, or use same"
+            )
         yield from self.stragglers.problems(
             replicas=view.replicas, max_new_tokens=self.sampling.max_new_tokens
         )

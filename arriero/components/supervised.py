@@ -75,6 +75,12 @@ class SupervisedBatch:
 
     def problems(self, view: GraphView) -> Iterable[str]:
         yield from tokenizer_problems(self.model, self.chat)
+        plain = [source for source in view.upstream(ExampleSource) if not source.prompt_field]
+        if plain and self.chat.template:
+            yield (
+                f"{plain[0].path}: plain text (prompt_field is empty) has no turns that a chat template "
+                "could show; leave chat.template out, or name the field of the prompt"
+            )
 
     async def run(self, examples: Stream[Example]) -> AsyncIterator[Batch | Dropped]:
         text = TextIds(self.model, self.chat)
