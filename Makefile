@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with one Python 3.11 to 3.13: it first sets up .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-vllm test test-slow test-slurm chaos fuzz lint format bench clean
+.PHONY: help setup demo demo-vllm test test-slow test-slurm chaos fuzz lint format docs bench clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
