@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,7 @@ from arriero.components.labelled import LabelledBatch, LabelledSource
 from arriero.components.preferences import PreferenceBatch, PreferenceSource
 from arriero.components.supervised import ExampleSource, SupervisedBatch
 from arriero.engine.errors import UserError
-from arriero.schemas.messages import Batch, Example, Sample
+from arriero.schemas.messages import Batch, Example, Record, Sample
 from tests.drive import Alone, kept, outputs, stream
 from tests.inline_runs import saved
 from tests.test_chat import CHATML, FORGETFUL
@@ -42,7 +42,8 @@ def shown(sample: Sample) -> str:
 
 async def batched(source: Any, batcher: Any) -> tuple[Sample, ...]:
     records: list[Any] = await outputs(source.run())
-    (batch,) = kept(await outputs(batcher.run(stream(records, type(records[0])))))
+    kind = cast("type[Record]", records[0].__class__)
+    (batch,) = kept(await outputs(batcher.run(stream(records, kind))))
     assert isinstance(batch, Batch)
     return batch.samples
 
