@@ -178,6 +178,25 @@ def test_a_writer_keeps_the_rows_of_each_full_shard_and_of_the_last_at_the_end(t
 
 
 @pytest.mark.usefixtures("small")
+def test_a_shard_that_cannot_be_kept_costs_no_other(tmp_path: Path) -> None:
+    writer = LineageWriter(str(tmp_path), OPENED)
+    (tmp_path / "index" / "000000000000.events.parquet").mkdir(parents=True)
+    for version in range(1, 9):
+        writer.commit(step(version, version - 1))
+    writer.close("finished")
+    segments = sorted(p.stem for p in (tmp_path / "chain").iterdir())
+    assert sorted(p.stem for p in (tmp_path / "index").glob("*.json")) == segments[1:]
+    agree(tmp_path)
+
+
+def test_a_number_that_no_table_holds_does_not_end_the_recording(tmp_path: Path) -> None:
+    writer = LineageWriter(str(tmp_path), OPENED)
+    writer.commit([admitted(2**63)])
+    writer.close("finished")
+    assert Lineage(str(tmp_path)).admitted[0].row == 2**63
+
+
+@pytest.mark.usefixtures("small")
 def test_a_question_to_a_run_that_goes_on_makes_only_the_rows_that_are_new(tmp_path: Path) -> None:
     writer = LineageWriter(str(tmp_path), OPENED)
     for version in range(1, 6):

@@ -72,7 +72,7 @@ class Shards:
     """The shards of the record at `url`."""
 
     def __init__(self, url: str) -> None:
-        self._chain, self.files = Files(url, "chain"), Files(url, "index")
+        self._url, self._chain, self.files = url, Files(url, "chain"), Files(url, "index")
         self._full = 0  # shards that `follow` has seen
 
     def read(self) -> Iterator[Shard]:
@@ -117,9 +117,8 @@ class Shards:
         groups = grouped((s.name, s.size) for s in segments)
         before = {s.name: s.before for s in segments}
         for names in groups[self._full : None if closed else -1]:
-            with suppress(
-                OSError
-            ):  # derived: whoever asks makes it, and a disk that is full is told elsewhere
+            # Derived: whoever asks makes it. A full disk is told elsewhere, a number beyond 64 bits then.
+            with suppress(OSError, OverflowError):
                 data = [self._chain.read(name) for name in names]
                 digests = {n: _sha256(d) for n, d in zip(names, data, strict=True)}
                 self._keep(made(before[names[0]], digests, data, last=closed))
@@ -166,13 +165,18 @@ class Shards:
         parquet: Any = import_module("pyarrow.parquet")
         name, digests = _name(shard.about.before), dict[str, str]()
         assert shard.tables is not None, "it was just made"
-        for kind, table in shard.tables.items():
-            sink = io.BytesIO()
-            parquet.write_table(table, sink, compression="zstd")
-            digests[kind] = _sha256(sink.getvalue())
-            self.files.write(f"{name}.{kind}.parquet", sink.getvalue())
-        about = shard.about.model_copy(update={"files": digests})
-        self.files.write(f"{name}.json", about.model_dump_json(indent=1).encode())
+        try:
+            for kind, table in shard.tables.items():
+                sink = io.BytesIO()
+                parquet.write_table(table, sink, compression="zstd")
+                digests[kind] = _sha256(sink.getvalue())
+                self.files.write(f"{name}.{kind}.parquet", sink.getvalue())
+            about = shard.about.model_copy(update={"files": digests})
+            self.files.write(f"{name}.json", about.model_dump_json(indent=1).encode())
+        except OSError:
+            # Somebody else may have put the same file in place; what is staged would fail all later ones.
+            self.files = Files(self._url, "index")
+            raise
         return about
 
 
