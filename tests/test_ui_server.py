@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir
+from arriero.launchers.ui.record import Record
 from arriero.launchers.ui.server import POLICY
 from arriero.schemas.messages import ScoredGroup
 from tests.ui_pages import GROUPS, HOSTILE, SIZE, asked_run, serving
@@ -185,6 +187,18 @@ def test_redacted_rollouts_are_listed_without_what_they_said(tmp_path: Path) -> 
         assert (one["texts"], one["tokens"]) == (None, [])
         assert one["line"]["reward"] == page["lines"][0]["reward"]
         assert got(client, "api/rollouts", text="for the 0th time")["lines"] == []
+
+
+def test_a_run_that_goes_on_after_its_end_is_read_again(run: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "run")
+    seen = Record(ended := RunDir(tmp_path / "run"))
+    with seen.index() as index:
+        pass
+    with seen.index() as again:
+        assert again is index
+    ended.summary.unlink()  # as `arriero run --resume` does
+    with seen.index() as again:
+        assert again is not index
 
 
 def test_the_command_says_its_address_and_leaves_on_ctrl_c(run: RunDir) -> None:

@@ -24,19 +24,19 @@ _RUN = "arriero.run_id"
 
 
 class Live:
-    """The run in a store at `path`, or at MLFLOW_TRACKING_URI, step by step as it is made.
+    """The run at `uri`, else at MLFLOW_TRACKING_URI, else in a store at `path`; step by step as it is made.
 
     A run that goes on is the same one there.
     """
 
-    def __init__(self, about: Subject, path: Path) -> None:
+    def __init__(self, about: Subject, path: Path, uri: str = "") -> None:
         import_module("sqlalchemy")  # mlflow asks for it late, and in a sentence of its own
         mlflow: Any = import_module("mlflow")
         self._entities: Any = import_module("mlflow.entities")
         path.mkdir(parents=True, exist_ok=True)
-        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{path / 'mlflow.db'}"
-        self._client = mlflow.MlflowClient(self.uri)
-        experiment = _experiment(self._client, about.pipeline, path, self.uri)
+        uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or _local(path)
+        self._client = mlflow.MlflowClient(uri)
+        experiment = _experiment(self._client, about.pipeline, path, uri)
         known = self._client.search_runs([experiment], f"tags.`{_RUN}` = '{about.manifest.run_id}'")
         self.found = bool(known)
         self.name = str(known[0].info.run_id) if known else self._begun(experiment, about)
@@ -78,12 +78,16 @@ class Live:
 
 
 def write(about: Subject, path: Path) -> str:
-    live = Live(about, path)
+    live = Live(about, path, _local(path))  # wherever sinks write to: an export stays here
     if live.found:
         raise UserError(f"{path} holds run {about.manifest.run_id} already; choose another --out")
     for step, time_s, found in about.measures():
         live.step(step, time_s, found)
-    return f"run {live.finish(about)} of experiment {about.pipeline} in {live.uri}"
+    return f"run {live.finish(about)} of experiment {about.pipeline} in {_local(path)}"
+
+
+def _local(path: Path) -> str:
+    return f"sqlite:///{path / 'mlflow.db'}"
 
 
 def _experiment(client: Any, name: str, path: Path, uri: str) -> str:

@@ -24,7 +24,7 @@ class Record:
         self._place = (options.record_url or str(run.path)) if options.record else ""
         self._lock = threading.Lock()
         self._index: Index | None = None
-        self._over = False  # before the tables were made
+        self._ended = 0  # as `_ended_at`, before the tables were made
         self._until = 0.0
 
     @contextmanager
@@ -33,18 +33,25 @@ class Record:
         if not self._place:
             raise UserError("the run has no record: it was started with --record false")
         with self._lock:
-            over = self._run.summary.exists()
-            if self._index is None or over > self._over or time.monotonic() > self._until:
-                self._index = self._made(over=over)
+            ended = self._ended_at()
+            if self._index is None or ended != self._ended or time.monotonic() > self._until:
+                self._index = self._made(ended)
             yield self._index
 
-    def _made(self, *, over: bool) -> Index:
+    def _ended_at(self) -> int:
+        """When its summary was written (ns), which a run that goes on writes anew; 0 while it goes on."""
+        try:
+            return self._run.summary.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _made(self, ended: int) -> Index:
         begun = time.monotonic()
         try:
             made = Index(self._place)
         except ChainError as error:
             raise UserError(f"nothing has been recorded yet: {error}") from error
         took_s = time.monotonic() - begun
-        self._over = over
-        self._until = float("inf") if over else time.monotonic() + max(_LEAST_S, _TIMES * took_s)
+        self._ended = ended
+        self._until = float("inf") if ended else time.monotonic() + max(_LEAST_S, _TIMES * took_s)
         return made
