@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from arriero.engine.lineage.chain import Chain, head_of
+from arriero.engine.lineage.chain import GENESIS, Chain, head_of, link
 from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.audit import audited
@@ -331,11 +331,26 @@ def test_a_head_that_is_none_is_refused(run: RunDir, head: str, capsys: pytest.C
 
 def test_an_entry_of_another_format_is_named(run: RunDir) -> None:
     (segment,) = (run.lineage / "chain").iterdir()
-    segment.write_bytes(segment.read_bytes().replace(b'"format":2', b'"format":1', 1))
+    segment.write_bytes(segment.read_bytes().replace(b'"format":3', b'"format":2', 1))
     (finding,) = [f for f in audited(str(run.path)).findings if f.where == "chain"]
     assert (
         finding.what.startswith("entry 0 was changed") or "entry 0 is none that this arriero" in finding.what
     )
+
+
+def test_a_record_of_an_older_format_is_said_to_be_one(tmp_path: Path) -> None:
+    body = b'{"kind":"opened","format":2,"run_id":"r","graph_digest":""}'
+    after = b'{"kind":"committed","ends":{}}'
+    first = link(GENESIS, body)
+    (tmp_path / "chain").mkdir()
+    (tmp_path / "chain" / f"{0:012d}.jsonl").write_bytes(
+        b"".join(
+            text[:-1] + b',"hash":"' + head.encode() + b'"}\n'
+            for text, head in ((body, first), (after, link(first, after)))
+        )
+    )
+    told = "entry 0 is none that this arriero reads: the record has format 2, not 3"
+    assert Lineage(str(tmp_path)).broken == told
 
 
 def test_a_record_kept_elsewhere_is_found_from_its_run_directory(honest: RunDir, tmp_path: Path) -> None:

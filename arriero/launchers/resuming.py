@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from arriero.engine.broker import Broker
 from arriero.engine.component import Recovers
-from arriero.engine.errors import UserError
+from arriero.engine.errors import UserError, one_line
 from arriero.engine.lineage.chain import ChainError
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.portable import resolve
@@ -144,7 +144,7 @@ def _ledger(path: Path) -> list[Event]:
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}; has the run begun?") from error
     except ValidationError as error:
-        raise UserError(f"{path} is no ledger: {error.errors()[0]['msg']}") from error
+        raise UserError(f"{path} is no ledger of this arriero: {one_line(error)}") from error
 
 
 def _write(path: Path, events: Sequence[Event]) -> None:

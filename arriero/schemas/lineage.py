@@ -33,7 +33,7 @@ class Opened(Message):
     """First entry: what the run was made of. Hashes are of the bytes of the files; empty: there is none."""
 
     kind: Literal["opened"] = "opened"
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     run_id: str
     graph_digest: str
     manifest_sha256: str = ""

@@ -116,6 +116,8 @@ class Walk:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             told = f"{first['loc']}: {first['msg']:.200}"
+            if first["loc"] == ("opened", "format"):
+                told = f"the record has format {first['input']}, not {first.get('ctx', {}).get('expected')}"
             self.fail(f"entry {line.number} is none that this arriero reads: {told}")
             return None
 
