@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
+from arriero.engine.errors import GraphError
 from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
+from arriero.engine.portable import resolve
 from arriero.schemas.graph import GraphSpec
+from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
 
 
 def on_edges(record: Lineage, spec: GraphSpec) -> Iterator[Finding]:
     """Groups, batches and versions that the graph has no edge for, or that came by none of them."""
-    outputs = {node.name: node.output.rpartition(":")[2] for node in spec.nodes}
+    outputs = {node.name: _kind(node.output) for node in spec.nodes}
     loops = {loop.name for loop in spec.loops}
     above = {name: _above(spec, name) for name in outputs}
     for name, g in record.groups.items():
@@ -33,6 +37,14 @@ def on_edges(record: Lineage, spec: GraphSpec) -> Iterator[Finding]:
     for w in record.weights:
         if w.loop not in loops:
             yield Finding(check="edges", where=w.id, what=f"is a version of {w.loop}, which is no loop")
+
+
+def _kind(output: str) -> str:
+    """What a record of `output` is recorded as: it may be of a class that a pipeline has derived."""
+    with suppress(GraphError, TypeError):  # not installed here, or no class
+        made = resolve(output)
+        return next((k.__name__ for k in (RolloutGroup, ScoredGroup, Batch) if issubclass(made, k)), "")
+    return output.rpartition(":")[2]
 
 
 def _above(spec: GraphSpec, name: str) -> set[str]:
