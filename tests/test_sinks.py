@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import socket
 import threading
 import urllib.request
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from arriero.engine.errors import UserError
-from arriero.launchers import sinks
+from arriero.launchers import conduct, sinks
 from arriero.launchers.cli import main
 from arriero.launchers.prometheus import FILE
 from arriero.launchers.rundir import RunDir
@@ -88,6 +89,16 @@ def test_what_a_sink_needs_is_looked_for_before_anything_starts(monkeypatch: pyt
         sinks.can_write(("tensorboard", "wandb"), prometheus=False)
     with pytest.raises(UserError, match=r"arriero\[metrics\]"):
         sinks.can_write((), prometheus=True)
+
+
+def test_the_hub_of_a_cluster_says_what_its_image_lacks(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in conduct.BUNDLE:
+        shutil.copyfile(run.path / name, tmp_path / name)
+    monkeypatch.setattr(sinks, "find_spec", {"": ""}.get)
+    assert conduct.main(["--run-dir", str(tmp_path)]) == 2
+    assert "--sinks wandb needs wandb" in capsys.readouterr().err
 
 
 def scraped(run: RunDir, found: list[str], over: threading.Event) -> None:

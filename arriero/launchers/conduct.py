@@ -44,6 +44,7 @@ from arriero.launchers.options import LaunchOptions
 from arriero.launchers.place import attempt, own_address
 from arriero.launchers.resuming import fill_ledger, go_on, prepared
 from arriero.launchers.rundir import ATTEMPTS, OUTPUTS, RunDir
+from arriero.launchers.sinks import can_write
 from arriero.schemas.crew import CREW_LOG, ORDERS_LOG
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Restarted, Resumed
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = RunDir(args.run_dir)
     try:
         spec, options = _settle(run, args.bundle)
+        can_write(options.sinks, prometheus=options.metrics_port is not None)
         # The messages stay on this host: a file system of many hosts is slow, and doesn't map files.
         with TemporaryDirectory(prefix="arriero-broker-") as store:
             server = LastingServer(run.path / BROKER, Path(store), _access(spec, options))
