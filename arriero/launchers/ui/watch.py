@@ -75,10 +75,14 @@ class Watch:
         return self._look.now(last_lines(self._run.metrics))
 
     def _stamped(self) -> tuple[float, ...]:
-        return tuple(
-            path.stat().st_mtime if path.exists() else 0.0
-            for path in (self._run.vitals, self._run.metrics, self._run.summary)
-        )
+        return tuple(_changed_at(p) for p in (self._run.vitals, self._run.metrics, self._run.summary))
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # not there, or just now not to be had
+        return 0.0
 
 
 class Measures:
