@@ -15,6 +15,7 @@ from arriero.schemas.ledger import (
     DroppedEvent,
     Ended,
     Evaluated,
+    Learned,
     Restarted,
     Resumed,
     Started,
@@ -161,6 +162,10 @@ messages: st.SearchStrategy[Message] = st.one_of(
         Evaluated, id=names, origin=st.integers(-9, 9), version=counts,
         values=st.lists(finite, max_size=2).map(tuple),
         outcomes=st.lists(st.sampled_from(Outcome), max_size=2).map(tuple),
+    ),
+    st.builds(
+        Learned, node=names, version=st.integers(1, 9), batch=names, origins=origins,
+        inputs=st.lists(names, max_size=2).map(tuple),
     ),
     st.builds(Ended, node=names, replica=counts, error=names, traceback=names, user=st.booleans()),
     st.builds(Stop, reason=names),

@@ -84,7 +84,9 @@ class SourceRunner(NodeRunner):
         gate, k, first_epoch, admitted = self._gate, 0, 0, self.history.admitted
         async with aclosing(cast("AsyncGenerator[Record, None]", self.node.component.run())) as outputs:
             while True:
-                if k not in admitted:
+                # Those too that were admitted before a run went back to older versions: sent at once they
+                # would stand in the way of what these versions need.
+                if k not in admitted or not gate.open_for(k):
                     # The gate first: what a record is may depend on the versions that are there by then.
                     await self._until(lambda: gate.open_for(k), lambda: gate.state(k))  # noqa: B023
                 if gate.finished or self.progress.sinks_ended.is_set():

@@ -34,15 +34,17 @@ class Remembered(Generic[_T]):
     def __init__(self, make: Callable[[Mapping[str, Tensor]], _T]) -> None:
         self._make = make
         self._known: tuple[list[tuple[str, tuple[object, ...]]], _T] | None = None
+        self._held: Mapping[str, Tensor] = {}  # while they live nothing else can lie where they do
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> _T:
-        where = _where(tensors)
+        held = {name: tensors[name] for name in tensors}
+        where = _where(held)
         if self._known is None or self._known[0] != where:
-            self._known = where, self._make(tensors)
+            self._known, self._held = (where, self._make(held)), held
         return self._known[1]
 
     def forget(self) -> None:
-        self._known = None
+        self._known, self._held = None, {}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """WeightError if these tensors are not the ones of the last call."""
