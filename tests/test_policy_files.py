@@ -6,15 +6,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from arriero.components.losses import (
-    AIPO,
-)
+from arriero.components.losses import AIPO
+from arriero.components.policy import load_model
 from arriero.components.training import TrainState, load_policy
 from tests.batches import random_batch
 from tests.tiny_models import save_tiny_llama, tiny_llama, tiny_tokenizer
@@ -52,3 +52,15 @@ def test_a_directory_that_is_no_model_is_named_with_what_it_lacks(
         load_policy(tmp_path)
     with pytest.raises(ValueError, match="no such directory"):
         load_policy(tmp_path / "absent")
+
+
+def test_models_that_threads_load_at_the_same_time_keep_their_heads_tied(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)  # for its tokenizer
+    tiny_llama(tied=True).save_pretrained(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        models = [*threads.map(load_model, [tmp_path] * 24)]
+    models.append(load_model(tmp_path))  # what the threads left behind
+    for model in models:
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        assert head is not None
+        assert head.weight is embedding.weight

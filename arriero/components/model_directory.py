@@ -7,12 +7,14 @@ import struct
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any, Protocol, runtime_checkable
 
 from arriero.engine.errors import UserError, one_line
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")  # model types: dense decoders, built as Llama is
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself allows
+_ONE_AT_A_TIME = RLock()
 
 
 @runtime_checkable
@@ -103,9 +105,14 @@ def _vocabulary(path: str) -> Mapping[str, int]:
 
 @contextmanager
 def loading(path: Path | str) -> Generator[None, None, None]:
-    """What libraries raise for the files of model directory `path`, as a UserError in one line."""
+    """What libraries raise for the files of model directory `path`, as a UserError in one line.
+
+    One thread of a process loads at a time: transformers replaces functions of its own meanwhile, and of two
+    that do so at once the second leaves the replacement behind, after which no head is tied any more.
+    """
     try:
-        yield
+        with _ONE_AT_A_TIME:
+            yield
     except UserError:
         raise
     except Exception as error:  # anything: of transformers, tokenizers, safetensors

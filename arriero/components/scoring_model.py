@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The verbosity of transformers is one for all threads.
-_QUIET = Lock()
-
 _DEFAULTS = TrainingOptions()
 Objective = Callable[["Tensor", PackedTokens], "Tensor"]
 
@@ -58,8 +54,8 @@ def load_scorer(
     untyped: tuple[Any, Any] = (logging, AutoModelForSequenceClassification)  # annotated only in part
     logs, auto = untyped
     logs.disable_progress_bar()
-    with _QUIET, loading(directory):
-        verbosity = logs.get_verbosity()
+    with loading(directory):
+        verbosity = logs.get_verbosity()  # one for all threads; `loading` lets in one
         logs.set_verbosity_error()  # it warns of a new head, which is meant
         try:
             model, info = auto.from_pretrained(
