@@ -14,8 +14,8 @@ from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer
 from arriero.schemas.graph import Capacity
 
-LEASE_S = 0.4
-PROMPT_S = 0.3  # "at once" on a busy machine; milliseconds on an idle one
+LEASE_S = 0.8
+PROMPT_S = 2.0  # "at once" on a busy machine; milliseconds on an idle one
 
 
 @dataclass

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, settings
 
 from arriero.engine.claim_stores import FolderStore
 from arriero.engine.nats_server import NatsServer, start_server
@@ -17,6 +18,12 @@ from tests.brokers import Engine
 
 if TYPE_CHECKING:
     from arriero.engine.weights import WeightReceiver
+
+# The same examples each time, however slow the machine: `make fuzz` is where new ones are tried.
+settings.register_profile(
+    "arriero", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("arriero")
 
 _runs = itertools.count()
 

@@ -87,7 +87,7 @@ async def test_what_is_another_roles_is_refused_at_once(server: NatsServer, owne
         await generator.producer("scored", 0).put("forged", b"y")
     with pytest.raises(BrokerError, match="allows it to other roles only"):
         await generator.consumer("rollouts", "reward").lease(wait_s=1)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10  # of a bound of 20 s
     for broker in (reward, generator):
         await broker.close()
 

@@ -222,8 +222,6 @@ def test_random_interleavings_lose_nothing_and_repeat_nothing(kind: str, nats_se
         settings=settings(
             max_examples=25 if kind == "memory" else 12,
             stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
             suppress_health_check=[
                 HealthCheck.too_slow,
                 HealthCheck.data_too_large,

@@ -356,7 +356,7 @@ async def run_in_memory(spec: GraphSpec, run_dir: Path) -> dict[str, int]:
     return left
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     takes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     staleness=st.integers(0, 2),

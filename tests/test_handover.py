@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -199,7 +199,7 @@ async def test_tail_replicas_take_what_others_put_back_and_no_prompts(engine: En
     drop_every=st.sampled_from([0, 5]),
     leaves=st.lists(st.tuples(st.integers(0, 2), st.floats(0.0, 0.04)), max_size=6),
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=30)
 def test_replicas_may_leave_and_come_back_at_any_moment(
     replicas: int, most: int, room: int, drop_every: int, leaves: list[tuple[int, float]]
 ) -> None:

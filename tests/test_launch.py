@@ -229,7 +229,7 @@ def test_a_killed_process_is_named_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
     victim.kill()
     assert run.wait() == 1
-    assert time.monotonic() - began < 8  # about 2 s on an idle machine
+    assert time.monotonic() - began < 30  # about 2 s on an idle machine
     log = f"{run.path}/logs/generator-1.log"
     assert run.errors == f"arriero: error: generator-1 was killed by signal 9 (SIGKILL); its log is {log}\n"
     assert run.left() == []
@@ -271,7 +271,7 @@ def test_an_interrupted_run_leaves_nothing_but_its_record(number: signal.Signals
     began = time.monotonic()
     run.process.send_signal(number)
     assert run.wait() == 130
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # about 1 s on an idle machine
     assert run.left() == []
     s = run.summary
     assert s.state == "stopped"

@@ -122,7 +122,7 @@ parallelisms = st.builds(
 @given(
     shapes(), parallelisms, st.lists(parallelisms, min_size=1, max_size=3), st.sampled_from([16, 64, 1 << 20])
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_element_is_written_once_and_crosses_once_for_any_two_sides(
     shape: LlamaShape, source: Parallelism, receivers: list[Parallelism], cell_bytes: int
 ) -> None:

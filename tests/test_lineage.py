@@ -37,7 +37,7 @@ def test_a_scored_group_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert encode(Lineage(str(tmp_path)).group(group.id)) == encode(group)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(records.scored_groups, min_size=1, max_size=3, unique_by=lambda g: g.id))
 def test_whatever_is_a_valid_group_comes_back(
     tmp_path_factory: pytest.TempPathFactory, groups: list[ScoredGroup]
@@ -49,7 +49,7 @@ def test_whatever_is_a_valid_group_comes_back(
     assert [encode(lineage.group(g.id)) for g in groups] == [encode(g) for g in groups]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(records.batches)
 def test_whatever_is_a_valid_batch_comes_back(tmp_path_factory: pytest.TempPathFactory, batch: Batch) -> None:
     folder = str(tmp_path_factory.mktemp("any"))

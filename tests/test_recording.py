@@ -81,7 +81,7 @@ async def test_a_payload_that_is_gone_ends_the_run_and_not_the_record_in_silence
     assert "edge reward: payload of message p-0>generator>reward" in failure.message
     began = time.monotonic()
     await recording.close(broker, finished=True)
-    assert time.monotonic() - began < 1  # nothing more will be stored
+    assert time.monotonic() - began < 5  # nothing more will be stored
     await broker.close()
 
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import pytest_asyncio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated
@@ -77,14 +77,14 @@ _random = given(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @_random
 def test_nothing_is_lost_stale_or_trained_twice_whatever_goes_wrong(**parts: object) -> None:
     asyncio.run(_play_in_memory(**parts))
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120)
 @_random
 def test_nothing_is_lost_stale_or_trained_twice_in_many_more_cases(**parts: object) -> None:
     asyncio.run(_play_in_memory(**parts))

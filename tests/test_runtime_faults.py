@@ -128,7 +128,7 @@ async def test_an_error_in_a_component_ends_its_role_at_once_with_the_original_t
     began = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="the third prompt") as caught:
         await asyncio.gather(*start(spec, opts, memory).values())
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
     assert "run" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     said = [m async for m in _first(owner, 1)]
     failed = next(m for m in said if isinstance(m, Ended) and m.error)
@@ -164,7 +164,7 @@ async def test_a_record_dropped_on_the_floor_fails_the_run_within_the_bound_and_
     began = time.monotonic()
     with pytest.raises(WaitTimeout, match=r"^\w+ waited 0\.4 s for (a record of \w+|admission of record 4 )"):
         await play(spec, memory, options("run", wait_bound_s=0.4))
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
 
 
 async def test_the_garbage_collector_cannot_end_a_task(memory: Engine) -> None:
@@ -193,7 +193,7 @@ async def test_everybody_leaves_on_a_stop_although_all_edges_are_full(engine: En
     await announce(owner, Stop(reason="told to"))
     ends = await asyncio.gather(*tasks.values(), return_exceptions=True)
     assert [type(end) for end in ends] == [Stopped, Stopped]
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
     left = [await take(owner.consumer("prompts", "sink-prompts"), wait_s=1.0) for _ in range(4)]
     assert len({lease.id for lease in left}) == 4  # all that was held has come back
 
@@ -203,16 +203,16 @@ async def test_a_component_that_doesnt_come_to_an_end_holds_up_nothing(
 ) -> None:
     monkeypatch.setattr(node, "LEAVE_S", 0.1)
     memory.leftovers = True
-    spec, opts = line(Broken(fault="linger", seconds=1.0)), options("run")
+    spec, opts = line(Broken(fault="linger", seconds=4.0)), options("run")
     owner = await declare(spec, opts, memory)
     tasks = start(spec, opts, memory)
     await asyncio.sleep(0.2)
     began = time.monotonic()
     await announce(owner, Stop(reason="told to"))
     await asyncio.gather(*tasks.values(), return_exceptions=True)
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 3
     assert (await owner.depth("prompts")).leased == {"sink-prompts": 0}
-    await asyncio.sleep(1.0)  # let the thread end before the loop does
+    await asyncio.sleep(4.0)  # let the thread end before the loop does
 
 
 async def test_a_source_stops_when_all_its_consumers_have_left(engine: Engine) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arriero.engine.graph import Graph
@@ -43,7 +43,7 @@ def wide_graph(*, generators: int, rewards: int, groups: int, staleness: int) ->
     return g.check()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(
     shape=st.sampled_from([*itertools.product([1, 3, 7, 60], [1, 2, 50], [2, 5, 40])]),
     staleness=st.integers(0, 4), sync_s=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 99),
@@ -68,7 +68,7 @@ def test_bursts_equal_events_one_by_one(
     assert events.queues == bursts.queues
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     staleness=st.integers(0, 3), generators=st.integers(1, 6), groups=st.integers(2, 12),
     generate=st.floats(0.01, 2), train=st.floats(0.01, 2), reward=st.floats(0, 0.5), sync_s=st.floats(0, 0.5),

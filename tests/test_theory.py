@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(p=problems())
 def test_asynchronous_optimum_is_strictly_below_the_synchronous_one_where_the_theorem_says_so(
     p: Problem,
@@ -52,7 +52,7 @@ def test_asynchronous_optimum_is_strictly_below_the_synchronous_one_where_the_th
         assert late.seconds < sync.seconds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(p=problems())
 def test_optima_keep_their_constraints_and_balance_the_stages(p: Problem) -> None:
     for found, shared in ((synchronous(p), True), (asynchronous(p), False)):
@@ -178,7 +178,7 @@ def every_cycle(graph: list[Arc]) -> list[list[Arc]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(graph=graphs())
 def test_maximum_cycle_mean_is_the_largest_over_all_cycles(graph: list[Arc]) -> None:
     means = [sum(a.seconds for a in c) / sum(a.tokens for a in c) for c in every_cycle(graph)]

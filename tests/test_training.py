@@ -35,7 +35,7 @@ from tests.training_states import GENTLE, gradient_free, gradients, one_by_one, 
 torch.set_num_threads(1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(st.integers(2, 24), min_size=1, max_size=8),
     st.integers(1, 64),

@@ -199,7 +199,7 @@ WORDS = st.sampled_from([*LATEX.split("|"), "and", "or", "Answer:", "####", "<th
 TEXTS = st.lists(st.one_of(LETTERS, WORDS), max_size=40).map("".join)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(gold=TEXTS, text=TEXTS)
 def test_no_text_makes_a_reward_raise_or_give_anything_but_a_verdict(gold: str, text: str) -> None:
     pytest.importorskip("math_verify")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
+from arriero.engine.runtime import waits
 from arriero.engine.runtime.waits import NodeClock, WaitTimeout
 
 
@@ -26,50 +26,85 @@ async def test_a_timeout_of_what_is_waited_for_is_not_taken_for_ours() -> None:
         await NodeClock("trainer", bound_s=5).wait(fail(), "a record")
 
 
-async def test_overlapping_waits_count_once() -> None:
+class Time:
+    """Passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def passes(self, seconds: float) -> None:
+        """Whoever is ready goes on, before and after."""
+        await asyncio.sleep(0)
+        self.now += seconds
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    stands_in = Time()
+    monkeypatch.setattr(waits, "time", stands_in)
+    return stands_in
+
+
+class Waiting:
+    """An open wait of a node, until the test ends it."""
+
+    def __init__(self, clock: NodeClock, what: str) -> None:
+        self._over = asyncio.Event()
+        self._task = asyncio.create_task(clock.wait(self._over.wait(), what))
+
+    async def ends(self) -> None:
+        self._over.set()
+        await self._task
+
+
+async def test_overlapping_waits_count_once(time: Time) -> None:
     clock = NodeClock("reward", bound_s=5)
     clock.start()
-    began = time.monotonic()
-
-    async def wait(delay_s: float, length_s: float) -> None:
-        await asyncio.sleep(delay_s)
-        await clock.wait(asyncio.sleep(length_s), "something")
-
-    await asyncio.gather(wait(0, 0.10), wait(0.05, 0.10), wait(0.02, 0.01))
+    first = Waiting(clock, "one thing")
+    await time.passes(2)
+    second = Waiting(clock, "another")
+    await time.passes(1)
+    third = Waiting(clock, "a third")
+    await time.passes(1)
+    await third.ends()
+    await first.ends()
+    await time.passes(3)
+    await second.ends()
+    await time.passes(5)
     status = clock.status()
-    assert status.idle_s == pytest.approx(time.monotonic() - began, abs=0.02)
-    assert status.idle_s >= 0.15
-    assert status.busy_s < 0.02
+    assert (status.idle_s, status.busy_s) == (2 + 1 + 1 + 3, 5)
 
 
-async def test_busy_and_idle_time_count_from_the_first_record_and_add_up_to_the_whole() -> None:
+async def test_busy_and_idle_time_count_from_the_first_record_to_the_end(time: Time) -> None:
     clock = NodeClock("reward", bound_s=5)
-    await clock.wait(asyncio.sleep(0.05), "its first record")
+    waiting = Waiting(clock, "its first record")
+    await time.passes(7)
+    await waiting.ends()
     assert (clock.status().busy_s, clock.status().idle_s) == (0, 0)
-    began = time.monotonic()
     clock.start()
-    await asyncio.sleep(0.04)
-    await clock.wait(asyncio.sleep(0.03), "a record")
+    await time.passes(4)
+    waiting = Waiting(clock, "a record")
+    await time.passes(3)
+    await waiting.ends()
     clock.stop()
-    whole = time.monotonic() - began
-    await asyncio.sleep(0.02)
+    await time.passes(2)
     status = clock.status()
-    assert status.busy_s == pytest.approx(0.04, abs=0.02)
-    assert status.idle_s == pytest.approx(0.03, abs=0.02)
-    assert status.busy_s + status.idle_s == pytest.approx(whole, abs=0.002)
+    assert (status.busy_s, status.idle_s) == (4, 3)
     assert status.ended
 
 
-async def test_an_open_wait_is_told_while_it_lasts() -> None:
+async def test_an_open_wait_is_told_while_it_lasts(time: Time) -> None:
     clock = NodeClock("trainer", bound_s=5)
     clock.start()
-    waiting = asyncio.create_task(clock.wait(asyncio.sleep(0.1), "a record of collect"))
-    await asyncio.sleep(0.05)
+    waiting = Waiting(clock, "a record of collect")
+    await time.passes(6)
     status = clock.status()
     assert status.waits_for == "a record of collect"
-    assert status.waits_s == pytest.approx(0.05, abs=0.03)
-    assert status.idle_s == pytest.approx(status.waits_s, abs=0.01)
-    await waiting
+    assert (status.waits_s, status.idle_s) == (6, 6)
+    await waiting.ends()
 
 
 async def test_the_heartbeat_may_read_while_all_else_writes() -> None:

@@ -4,7 +4,7 @@ from uuid import uuid4
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def states(draw: st.DrawFn) -> dict[str, Tensor]:
 
 
 @given(states().filter(lambda tensors: any(t.numel() for t in tensors.values())))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_a_round_trip_is_exact_for_any_shape_and_dtype(tensors: dict[str, Tensor]) -> None:
     url = f"shm://test-{uuid4().hex}"
     sender, receiver = WeightSender(url, tensors), WeightReceiver("generator-0")
