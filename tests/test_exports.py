@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 from uuid import NAMESPACE_URL, uuid5
 
 import pytest
@@ -17,7 +20,9 @@ import pytest
 from arriero.launchers.cli import main
 from arriero.launchers.exports.command import FORMATS
 from arriero.launchers.exports.subject import subject
-from arriero.launchers.rundir import RunDir
+from arriero.launchers.rundir import RunDir, write_json
+from arriero.schemas.lineage import RunState
+from arriero.schemas.manifest import Ancestor, CodeRevision
 from tests.inline_runs import recorded_grpo
 
 
@@ -31,17 +36,53 @@ def exported(run: RunDir, kind: str, out: Path) -> Path:
     return out
 
 
-def taken_by_the_client(told: dict[str, Any], kind: Any) -> None:
-    """Make it again of the client's own classes, which are generated from the specification.
+def schema_of(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a class of the client, which is generated from the specification: names and types.
 
-    They know all fields, which of them must be there, and validate times, addresses and the id of a run. The
-    client brings no JSON schema along, and the address of the real one isn't asked.
+    The client leaves out what is None, and keeps no key beside those of its classes.
     """
     attr: Any = import_module("attr")
-    known = {f.name: f for f in attr.fields(kind)}
-    assert told.keys() <= known.keys(), kind
+    hints = get_type_hints(kind)
+    fields = list(attr.fields(kind))
+    return {
+        "type": "object",
+        "properties": {
+            f.name: {} if f.name.endswith("acets") else schema_of_type(hints[f.name]) for f in fields
+        },
+        "required": [f.name for f in fields if f.default is attr.NOTHING],
+        "additionalProperties": False,
+    }
+
+
+def schema_of_type(hint: Any) -> dict[str, Any]:
+    """Of one field."""
+    plain = {str: "string", int: "integer", float: "number", bool: "boolean"}
+    if hint in plain:
+        return {"type": plain[hint]}
+    kinds = [k for k in get_args(hint) if k is not type(None)]
+    if get_origin(hint) in (UnionType, Union):
+        return {"anyOf": [schema_of_type(k) for k in kinds]}
+    if get_origin(hint) is list:
+        return {"type": "array", "items": schema_of_type(kinds[0])}
+    if get_origin(hint) is dict:
+        return {"type": "object", "additionalProperties": schema_of_type(kinds[1])}
+    if issubclass(hint, Enum):
+        return {"enum": [member.value for member in hint]}
+    return schema_of(hint)
+
+
+def taken_by_the_client(told: dict[str, Any], kind: Any) -> None:
+    """It is what the class says, and makes one: the classes validate times, addresses and the id of a run.
+
+    The client brings no JSON schema along, and the address of the real one isn't asked.
+    """
+    attr: Any = import_module("attr")
+    jsonschema: Any = import_module("jsonschema")
+    checker = jsonschema.Draft202012Validator(schema_of(kind))
+    assert [f"{kind.__name__}{e.json_path}: {e.message}" for e in checker.iter_errors(told)] == []
     assert told.get("_schemaURL", told.get("schemaURL")) in (None, kind._get_schema()), kind
-    kind(**{known[k].alias: v for k, v in told.items() if known[k].init})
+    fields = {f.name: f for f in attr.fields(kind)}
+    kind(**{fields[k].alias: v for k, v in told.items() if fields[k].init})
 
 
 def facet(told: dict[str, Any]) -> Any:
@@ -52,40 +93,78 @@ def facet(told: dict[str, Any]) -> Any:
     return next(getattr(m, name) for m in modules if hasattr(m, name))
 
 
-def test_openlineage_events_are_valid_and_their_facets_those_of_the_client(
-    run: RunDir, tmp_path: Path
+def facets_of(event: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Names and contents of all of them, wherever in the event."""
+    holders = [event["run"], event["job"], *event["inputs"], *event["outputs"]]
+    return [pair for one in holders for pair in one.get("facets", {}).items()]
+
+
+_STATES: dict[str, tuple[RunState | None, str]] = {
+    "COMPLETE": ("finished", ""),
+    "FAIL": ("failed", "trainer-0: CUDA out of memory"),
+    "ABORT": ("stopped", ""),
+    "goes on": (None, ""),
+}
+
+
+@pytest.fixture(params=_STATES)
+def events(
+    run: RunDir, tmp_path: Path, request: pytest.FixtureRequest
+) -> tuple[str, RunDir, list[dict[str, Any]]]:
+    """All events of a run that ended so, with code from a repository and a run that it descends from."""
+    shutil.copytree(run.path, tmp_path / "run")
+    copy, (state, error) = RunDir(tmp_path / "run"), _STATES[request.param]
+    code = CodeRevision(root="/src/arriero", commit="0123456789abcdef0123456789abcdef01234567", dirty=False)
+    parent = Ancestor(option="model", run_id="r", run_dir="/runs/r", pipeline="grpo", sha256="ab" * 32)
+    told = copy.read_manifest().model_copy(update={"code": (code,), "ancestors": (parent,)})
+    write_json(copy.manifest, told)
+    if state is None:
+        copy.summary.unlink()
+    else:
+        write_json(copy.summary, copy.read_summary().model_copy(update={"state": state, "error": error}))
+    out = exported(copy, "openlineage", tmp_path / "events.jsonl")
+    return request.param, copy, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_openlineage_events_of_every_state_are_those_of_the_clients_classes(
+    events: tuple[str, RunDir, list[dict[str, Any]]],
 ) -> None:
     library: Any = import_module("openlineage.client.event_v2")
-    out = exported(run, "openlineage", tmp_path / "events.jsonl")
-    events = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [e["eventType"] for e in events] == ["START", "COMPLETE"]
-    manifest = run.read_manifest()
-    for event in events:
+    end, _, made = events
+    assert [e["eventType"] for e in made] == ["START", *([end] if end.isupper() else [])]
+    for event in made:
         taken_by_the_client(event, library.RunEvent)
         taken_by_the_client(event["run"], library.Run)
-        taken_by_the_client(event["job"], library.Job)
-        data = [(d, library.InputDataset) for d in event["inputs"]]
-        data += [(d, library.OutputDataset) for d in event["outputs"]]
-        for one, kind in data:
-            taken_by_the_client(one, kind)
-        for one in (event["run"], event["job"], *(d for d, _ in data)):
-            for told in one.get("facets", {}).values():
-                taken_by_the_client(told, facet(told))
-        assert event["run"]["runId"] == str(uuid5(NAMESPACE_URL, manifest.run_id))
+        for _, told in facets_of(event):
+            taken_by_the_client(told, facet(told))
+    failed = {"errorMessage"} if end == "FAIL" else set[str]()
+    assert {name for name, _ in facets_of(made[-1])} == failed | {
+        "processing_engine", "executionParameters", "tags", "jobType", "documentation", "sourceCodeLocation",
+        "version",
+    }  # fmt: skip
+    for wrong in ({"eventType": "BEGIN"}, {"eventTime": "today"}, {"job": None}, {"inputs": [{"name": 7}]}):
+        with pytest.raises((AssertionError, ValueError)):
+            taken_by_the_client(made[0] | wrong, library.RunEvent)
+    with pytest.raises(ValueError, match="UUID"):
+        taken_by_the_client({"runId": "7"}, library.Run)
+
+
+def test_openlineage_events_name_the_run_its_data_and_its_record(run: RunDir, tmp_path: Path) -> None:
+    out = exported(run, "openlineage", tmp_path / "events.jsonl")
+    events = [json.loads(line) for line in out.read_text().splitlines()]
+    for event in events:
+        assert event["run"]["runId"] == str(uuid5(NAMESPACE_URL, run.read_manifest().run_id))
         assert str(run.path.parent / "sums.jsonl") in [i["name"] for i in event["inputs"]]
-        known = {"processing_engine", "executionParameters", "tags"}
-        assert {*event["run"]["facets"]} == known
     made = {o["name"]: o["facets"].get("version", {}) for o in events[1]["outputs"]}
     assert made[str(run.lineage)]["datasetVersion"] == subject(str(run.path)).head
     given = {p["key"]: p["value"] for p in events[0]["run"]["facets"]["executionParameters"]["parameters"]}
     assert given["groups_per_step"] == "4"
     assert events[0]["job"]["facets"]["jobType"]["jobType"] == "TRAINING"
-    broken = events[0]["run"] | {"runId": "7"}
-    with pytest.raises(ValueError, match="UUID"):
-        taken_by_the_client(broken, library.Run)
 
 
-def test_openlineage_events_are_valid_by_its_json_schema(run: RunDir, tmp_path: Path) -> None:
+def test_openlineage_events_of_every_state_are_valid_by_its_json_schema(
+    events: tuple[str, RunDir, list[dict[str, Any]]],
+) -> None:
     spec = Path(os.environ.get("OPENLINEAGE_SPEC", "/nowhere"))
     if not (spec / "OpenLineage.json").is_file():
         pytest.skip("OPENLINEAGE_SPEC doesn't name the folder spec/ of a checkout of OpenLineage")
@@ -106,20 +185,18 @@ def test_openlineage_events_are_valid_by_its_json_schema(run: RunDir, tmp_path: 
         return [error.message for error in checker.iter_errors(told)]
 
     root, unknown = "https://openlineage.io/spec/2-0-2/OpenLineage.json", set[str]()
-    out = exported(run, "openlineage", tmp_path / "events.jsonl")
-    events = [json.loads(line) for line in out.read_text().splitlines()]
-    for event in events:
+    _, _, made = events
+    for event in made:
         assert problems(event, root) == []
-        holders = [event["run"], event["job"], *event["inputs"], *event["outputs"]]
-        for told in (t for one in holders for t in one.get("facets", {}).values()):
+        for _, told in facets_of(event):
             place = told["_schemaURL"].partition("#")[0].rpartition("/")[2]
             if place in schemas:
                 assert problems(told, told["_schemaURL"]) == []
             else:
                 unknown.add(place)
     assert unknown <= {"ExecutionParametersRunFacet.json"}  # newer than the rest
-    assert problems(events[0] | {"eventType": "BEGIN"}, root)
-    assert problems({**events[0], "run": {}}, root)
+    assert problems(made[0] | {"eventType": "BEGIN"}, root)
+    assert problems({**made[0], "run": {}}, root)
 
 
 def test_prov_names_the_batch_and_the_weights_of_every_step(run: RunDir, tmp_path: Path) -> None:
