@@ -63,7 +63,10 @@ demo-vllm: $(STAMP)
 	$(BIN)/arriero demo --run-dir runs/demo-vllm --engine vllm
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow" $(SIDE_BY_SIDE)
+	@# What failed beside others runs again alone: what fails twice fails. The first failure stays to be read.
+	$(BIN)/pytest -m "not slow" $(SIDE_BY_SIDE) \
+	|| { test $$? -eq 1 && echo "again, one at a time, what failed side by side:" \
+	     && $(BIN)/pytest -m "not slow" --last-failed --last-failed-no-failures none; }
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
