@@ -21,6 +21,7 @@ from arriero.engine.nats_link import Link
 from arriero.engine.nats_names import Names
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.launchers.hub import access
+from arriero.launchers.watcher import WATCHER_FILE, read_pass
 from arriero.schemas.run import RunOptions
 from tests.brokers import edge, take
 from tests.crashes import Crashing
@@ -224,6 +225,7 @@ def test_no_secret_of_a_run_is_in_its_files_or_in_a_process_list(
     named = ("ARRIERO_TOKEN", "ARRIERO_WEIGHTS_SECRET")
     made = {value for p in processes[:-1] for name, value in p.environ().items() if name in named}
     assert len(made) == 6, "the hub's token, one of each role, and the weights' secret"
+    made.add(read_pass(run.path / WATCHER_FILE).credential)
     secrets = [text.rpartition(":")[2] for text in made]
     root = processes[-2].environ()["ARRIERO_TOKEN"]
     assert not any(root in f"{p.environ()}" for p in processes[:4]), "a role knows the token of all"

@@ -310,3 +310,22 @@ async def test_a_log_that_is_not_declared_is_an_error(engine: Engine) -> None:
         await broker.append("ledgers", "a", b"1")
     with pytest.raises(BrokerError, match="log ledgers isn't declared"):
         await read(broker, "ledgers", 1)
+
+
+# --- the view ---------------------------------------------------------------------------------------------
+
+
+async def test_who_watches_sees_the_newest_of_what_is_shown_and_nothing_is_kept(engine: Engine) -> None:
+    broker, other = await engine.connect(), await engine.connect()
+    await broker.show(b"to nobody")
+    watching = cast("AsyncGenerator[bytes, None]", other.watch())
+    first = asyncio.ensure_future(anext(watching))
+    while not first.done():
+        await broker.show(b"first")
+        await asyncio.sleep(0.005)
+    assert first.result() == b"first"
+    await broker.show(b"last")  # of what came while nobody asked, the newest
+    async with asyncio.timeout(5):
+        while await anext(watching) != b"last":
+            pass
+    await watching.aclose()

@@ -66,7 +66,7 @@ def test_rates_are_those_since_the_look_before(run: RunDir) -> None:
     assert line.split()[-6:-3] == ["50%", "5.0", "50"]
     assert "step 7  seen 5 s ago" in again
     edge = next(line for line in again.splitlines() if "6 of" in line)
-    assert edge.split()[:6] == ["generator", "6", "of", "12", "4", "2"]
+    assert edge.split()[:8] == ["generator", "→", "reward", "6", "of", "12", "4", "2"]
 
 
 def test_curves_and_warnings_come_from_the_steps(run: RunDir) -> None:
@@ -97,4 +97,6 @@ def test_a_recorded_run_shows_its_last_rollouts_and_its_end(
     assert "last rollouts" in text
     assert "->" in text
     assert main(["top", str(run.path), "--all"]) == 2
+    assert main(["top", "nats://127.0.0.1:4222"]) == 2
+    assert "--credentials FILE" in capsys.readouterr().err
     assert main(["top", str(tmp_path / "nowhere")]) == 2

@@ -19,6 +19,7 @@ written yet is forgotten and the message delivered again, so consumers must reco
 | `offer`        | nothing: it is refused where `put` would wait     |                                     |
 | `lease`        | a message, or the end of all producers           | `put`, `end`, a lease given back    |
 | `follow`       | the next entry of a log                          | `append`                            |
+| `watch`        | the next view                                    | `show`                              |
 """
 
 from __future__ import annotations
@@ -208,6 +209,14 @@ class Broker(Protocol):
 
     async def beats(self) -> dict[str, Beat]:
         """The last heartbeat of every replica; the age is by the clock of the receiver."""
+        ...
+
+    async def show(self, payload: bytes) -> None:
+        """Show those who watch now how things are. Kept by nobody; waits for nobody."""
+        ...
+
+    def watch(self) -> AsyncIterator[bytes]:
+        """What is shown from now on, without end; of what comes while the caller is busy, the newest."""
         ...
 
     async def evict(self, key: str) -> None:

@@ -107,6 +107,12 @@ class ClaimChecked:
     async def beats(self) -> dict[str, Beat]:
         return await self.broker.beats()
 
+    async def show(self, payload: bytes) -> None:
+        await self.broker.show(payload)
+
+    def watch(self) -> AsyncIterator[bytes]:
+        return self.broker.watch()
+
     async def evict(self, key: str) -> None:
         await self.broker.evict(key)
 

@@ -104,6 +104,12 @@ class FusedBroker:
     async def beats(self) -> dict[str, Beat]:
         return await self._outside.beats()
 
+    async def show(self, payload: bytes) -> None:
+        await self._outside.show(payload)
+
+    def watch(self) -> AsyncIterator[bytes]:
+        return self._outside.watch()
+
     async def evict(self, key: str) -> None:
         await self._outside.evict(key)
 

@@ -102,6 +102,7 @@ class _Store:
     beats: dict[str, tuple[bytes, float, MemoryBroker]] = field(
         default_factory=dict[str, "tuple[bytes, float, MemoryBroker]"]
     )
+    watchers: set[asyncio.Queue[bytes]] = field(default_factory=set[asyncio.Queue[bytes]])
 
 
 class MemoryBroker:
@@ -199,6 +200,21 @@ class MemoryBroker:
         now = time.monotonic()
         beats = self._store.beats.copy()
         return {key: Beat(payload=payload, age_s=now - at) for key, (payload, at, _) in beats.items()}
+
+    async def show(self, payload: bytes) -> None:
+        for shown in self._store.watchers:
+            if shown.full():
+                shown.get_nowait()
+            shown.put_nowait(payload)
+
+    async def watch(self) -> AsyncIterator[bytes]:
+        shown: asyncio.Queue[bytes] = asyncio.Queue(1)
+        self._store.watchers.add(shown)
+        try:
+            while True:
+                yield await shown.get()
+        finally:
+            self._store.watchers.discard(shown)
 
     async def evict(self, key: str) -> None:
         if key in self._store.beats:

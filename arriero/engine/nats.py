@@ -194,6 +194,25 @@ class NatsBroker:
                 beat = base64.b64decode(message["data"])
                 self._heard.setdefault(self._names.beat_key(subject), (time.monotonic(), beat))
 
+    async def show(self, payload: bytes) -> None:
+        await self._link.publish(self._names.view_subject, payload)
+
+    async def watch(self) -> AsyncIterator[bytes]:
+        shown: asyncio.Queue[bytes] = asyncio.Queue(1)
+
+        async def keep(msg: Msg) -> None:
+            if shown.full():
+                shown.get_nowait()
+            shown.put_nowait(msg.data)
+
+        subscription = await self._link.subscribe(self._names.view_subject, keep)
+        try:
+            while True:
+                yield await shown.get()
+        finally:
+            if self._link.up:
+                await subscription.unsubscribe()
+
     async def evict(self, key: str) -> None:
         stream, subject = self._names.beats_stream, self._names.beat_subject(key)
         message = await self._get(stream, {"last_by_subj": subject})

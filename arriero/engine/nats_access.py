@@ -14,6 +14,7 @@ in none of them is refused:
 | a log it writes     | append, look for an id, read                                                    |
 | a log it reads      | read                                                                            |
 | its heartbeat       | publish it; nobody else's                                                       |
+| the view            | hear what the owner shows; a watcher may send nothing at all                    |
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ OWNER = "the-owner"  # no role can be called so
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What one kind of process may do. `empties` are (edge, group); `beats`: a heartbeat, as role `name`."""
+    """What one kind of process may do. `empties` are (edge, group); `beats`: a heartbeat, as role `name`;
+    `watches`: the view.
+    """
 
     name: str
     fills: tuple[str, ...] = ()
@@ -39,6 +42,7 @@ class Account:
     writes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     beats: bool = True
+    watches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,7 @@ def authorization(secret: str, access: Access | None, timeout_s: int) -> str:
         _, password = login(credential(secret, account.name))
         names = Names(access.run)
         allowed = {
-            "publish": sorted({*_publishes(account, names)}),
+            "publish": sorted({*_publishes(account, names)}) or {"deny": ">"},
             "subscribe": sorted({*_subscribes(account, names)}),
         }
         rights = ", ".join(f"{verb}: {json.dumps(subjects)}" for verb, subjects in allowed.items())
@@ -122,6 +126,8 @@ def _publishes(account: Account, names: Names) -> Iterator[str]:
 
 def _subscribes(account: Account, names: Names) -> Iterator[str]:
     yield f"{inbox_prefix(account.name)}.>"
+    if account.watches:
+        yield names.view_subject
     for edge, _ in account.empties:
         yield names.end_subject(edge)
         yield names.ended_subject(edge)

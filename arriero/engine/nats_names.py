@@ -9,6 +9,7 @@
 | dead       | `<run>-ctl-dead`   | `<run>.dead`                     |
 | hints      | none               | `<run>.settled.<edge>.<group>`   |
 |            |                    | `<run>.ended.<edge>.<replica>`   |
+| view       | none               | `<run>.view`                     |
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ class Names:
     def beat_key(self, subject: str) -> str:
         """The key behind the subject of a heartbeat."""
         return "-".join(map(from_token, subject.split(".")[2:]))
+
+    @property
+    def view_subject(self) -> str:
+        return f"{self.run}.view"
 
     @property
     def dead_stream(self) -> str:

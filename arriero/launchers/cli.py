@@ -40,7 +40,7 @@ usage: arriero COMMAND ...
   status|logs|cancel RUN                                 a run anywhere: its state, what it prints; stop it
   runs [DIR|RUN RUN] [--where key=value]                 list runs; what differs between two
   lineage RUN --step N|--rollout ID|--prompt ID|...      what trained these weights; what became of a prompt
-  top RUN [--once]                                       a run as it goes on: edges, roles, waits, curves
+  top RUN|--credentials FILE [--once]                    a run as it goes on: edges, roles, waits, curves
   ui RUN [--port N]                                      a page about a run, live, on this machine
   report|trace RUN [--out FILE]                          a run as one HTML page; as a trace for Perfetto
   doctor [RUN]                                           why a run doesn't get on; what isn't installed here

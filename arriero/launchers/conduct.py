@@ -45,6 +45,7 @@ from arriero.launchers.place import attempt, own_address
 from arriero.launchers.resuming import fill_ledger, go_on, prepared
 from arriero.launchers.rundir import ATTEMPTS, OUTPUTS, RunDir
 from arriero.launchers.sinks import can_write
+from arriero.launchers.watcher import WATCHER_FILE, pass_for
 from arriero.schemas.crew import CREW_LOG, ORDERS_LOG
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Restarted, Resumed
@@ -198,6 +199,8 @@ async def _conduct(
 
             async def work() -> None:
                 here = HubAddress(url=server.url, token=server.token, attempt=attempt())
+                look = pass_for(server.url, server.token, options.run_id)
+                publish(run.path / WATCHER_FILE, look)
                 publish(run.path / HUB_FILE, here)
                 await crew.all_arrived(arrive_s)
                 conductor.follow(ClaimChecked(link, claim_store(options)))

@@ -22,6 +22,7 @@ from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.engine.runtime.journal import announce
 from arriero.engine.runtime.source import steps
+from arriero.launchers.broadcast import Broadcast
 from arriero.launchers.failures import Failure, out_of_space, raised
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.progress import display_for
@@ -75,6 +76,11 @@ class Conductor:
             spec, options, run, vitals=self.supervisor.vitals, display=display, fail=self.supervisor.fail,
             recording=self._recording,
         )  # fmt: skip
+        record = self._recording
+        self._broadcast = Broadcast(
+            spec, run.path.name, self.supervisor.vitals, lambda: self.reporter.lines,
+            lambda: record.newest if record else (),
+        )  # fmt: skip
         self.brokers: list[Broker] = []
         self._following: asyncio.Task[None] | None = None
         self.supervisor.watch_processes()
@@ -86,6 +92,7 @@ class Conductor:
         self._following = asyncio.create_task(self.reporter.follow(broker))
         if self._recording is not None:
             self._recording.start(broker)
+        self.supervisor.watch(self._broadcast.run(broker))
 
     async def outcome(self, work: Coroutine[None, None, None], interrupted: asyncio.Event) -> Outcome:
         """Until `work` is done, something fails or the user stops the run. Ends `work`."""
@@ -122,6 +129,8 @@ class Conductor:
         if self._recording is not None and self.brokers:
             await self._recording.close(self.brokers[0], finished=outcome.state == "finished")
         await self.supervisor.close()
+        if self.brokers:
+            await self._broadcast.show(self.brokers[0], outcome.state)
         for broker in self.brokers:
             with suppress(BrokerError, TimeoutError):
                 await asyncio.wait_for(broker.close(), _CLOSE_S)

@@ -37,6 +37,7 @@ from arriero.launchers.parent import die_with_launcher
 from arriero.launchers.place import attempt
 from arriero.launchers.resuming import fill_ledger
 from arriero.launchers.rundir import RunDir
+from arriero.launchers.watcher import WATCHER, WATCHER_FILE, pass_for
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import CONTROL_LOG, LEDGER_LOG, Restarted, lengths_log, loop_log
 from arriero.schemas.messages import Message
@@ -91,9 +92,10 @@ def logs(spec: GraphSpec) -> list[str]:
 
 
 def access(spec: GraphSpec, options: RunOptions) -> Access:
-    """What each role may do on the broker: an account for each, called like it."""
+    """What each role may do on the broker: an account for each, called like it; and one for who looks on."""
     declared = {e.name for e in edges(spec, options)}
-    return Access(run=options.run_id, accounts=tuple(_account(spec, role, declared) for role in spec.roles))
+    roles = (_account(spec, role, declared) for role in spec.roles)
+    return Access(run=options.run_id, accounts=(*roles, WATCHER))
 
 
 def _account(spec: GraphSpec, role: str, declared: set[str]) -> Account:
@@ -143,6 +145,7 @@ async def wait_for_hub(run_dir: Path, *, bound_s: float, attempt: str = "") -> H
 def clean(run_dir: Path, run_id: str) -> None:
     """Remove what isn't the record of a run: address, token, messages; payloads and weights in memory."""
     (run_dir / HUB_FILE).unlink(missing_ok=True)
+    (run_dir / WATCHER_FILE).unlink(missing_ok=True)
     (run_dir / BROKER / "nats-server.conf").unlink(missing_ok=True)
     shutil.rmtree(run_dir / BROKER / "store", ignore_errors=True)
     FolderStore.in_memory(run_id).destroy()
@@ -223,6 +226,7 @@ async def _declare_and_wait(
     try:
         await declare(broker, spec, options)
         await fill_ledger(broker, RunDir(run_dir))
+        publish(run_dir / WATCHER_FILE, pass_for(server.url, server.token, options.run_id))
         publish(run_dir / HUB_FILE, HubAddress(url=server.url, attempt=attempt()))
         await told.or_dead(server)
         while (code := servers[-1].process.poll()) is not None:
@@ -241,12 +245,12 @@ async def _declare_and_wait(
             await asyncio.wait_for(broker.close(), 2.0)
 
 
-def publish(path: Path, address: HubAddress) -> None:
-    """Atomically: a role reads all of it or nothing."""
+def publish(path: Path, record: Message) -> None:
+    """For the owner alone, and atomically: a role reads all of it or nothing."""
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(address.model_dump_json())
+        file.write(record.model_dump_json())
     part.rename(path)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from arriero.schemas.run import EdgeState, VitalsFile
 _TAIL_BYTES = 1 << 20
 Activity = Literal["starts", "works", "waits", "syncs", "ended"]
 Flow = Literal["full", "flows", "empty"]
-Lines = Sequence[dict[str, Any]]
+Lines = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,13 @@ class NodeNow:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeNow:
-    """An edge by the name of its producer; `full`: the producer waits for room, or there is none left."""
+    """An edge by the name of its producer, and who reads it (a backlog: nobody else).
+
+    `full`: the producer waits for room, or there is none left.
+    """
 
     name: str
+    to: tuple[str, ...]
     messages: int
     capacity: int
     waiting: int
@@ -64,32 +68,26 @@ class Now:
     edges: tuple[EdgeNow, ...]
 
 
-class Look:
-    """One who looks at a run again and again. UserError if it is no run directory."""
+class Observer:
+    """Makes `Now` of what a launcher saw, again and again: rates are those since the time before."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self.spec: GraphSpec = run.read_graph()
+    def __init__(self, spec: GraphSpec) -> None:
+        self._spec, self._rooms = spec, rooms(spec)
         self._before: VitalsFile | None = None
 
-    def over(self) -> bool:
-        return self._run.summary.exists()
-
-    def now(self, lines: Lines) -> Now | None:
-        """The run, with `lines` of metrics.jsonl; None before any heartbeat."""
-        if not self._run.vitals.exists():
-            return None
-        file = self._run.read_vitals()
-        vitals = Vitals.read(file, time.time())
-        room = rooms(self.spec)
+    def now(self, file: VitalsFile, lines: Lines, *, run: str, state: str) -> Now:
+        """With `lines` of metrics.jsonl."""
+        vitals, room = Vitals.read(file, time.time()), self._rooms
         found = Now(
-            run=self._run.path.name,
-            state=self._run.read_summary().state if self.over() else "goes on",
+            run=run,
+            state=state,
             step=lines[-1]["step"] if lines else file.step,
-            seen_s=time.time() - file.time,
+            seen_s=max(time.time() - file.time, 0.0),
             warned=tuple(lines[-1].get("health") or {}) if lines else (),
-            nodes=tuple(self._node(n.name, file, vitals) for n in self.spec.nodes),
-            edges=tuple(_edge(k, e, vitals, max(room.get(k, e.capacity), 1)) for k, e in file.edges.items()),
+            nodes=tuple(self._node(n.name, file, vitals) for n in self._spec.nodes),
+            edges=tuple(
+                self._edge(k, e, vitals, max(room.get(k, e.capacity), 1)) for k, e in file.edges.items()
+            ),
         )
         self._before = file
         return found
@@ -99,7 +97,7 @@ class Look:
         old = _sums(self._before, name) if self._before else (0.0, 0.0, 0, 0)
         busy_s, idle_s, given, tokens = (a - b for a, b in zip(new, old, strict=True))
         span = busy_s + idle_s
-        per_s = self.spec.node(name).replicas / span if span > 0 else None
+        per_s = self._spec.node(name).replicas / span if span > 0 else None
         known = vitals.nodes(name)
         return NodeNow(
             name=name, does=doing(vitals, name), activity=activity(vitals, name),
@@ -108,6 +106,35 @@ class Look:
             tokens_per_s=tokens * per_s if per_s and tokens else None,
             heard_s=max((age_s for *_, age_s in known), default=None),
         )  # fmt: skip
+
+    def _edge(self, name: str, edge: EdgeState, vitals: Vitals, room: int) -> EdgeNow:
+        held_up = any(s.waits_for.startswith("room on") for _, s, _ in vitals.nodes(name))
+        full = held_up or edge.messages >= room
+        return EdgeNow(
+            name=name, to=tuple(dict.fromkeys(n.name for n, _ in self._spec.consumers(name))),
+            messages=edge.messages, capacity=edge.capacity, waiting=sum(edge.waiting.values()),
+            leased=sum(edge.leased.values()), fill=min(edge.messages / room, 1.0),
+            flow="full" if full else "flows" if edge.messages else "empty",
+        )  # fmt: skip
+
+
+class Look:
+    """One who looks at a run's directory again and again. UserError if it is none."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self.spec: GraphSpec = run.read_graph()
+        self._observer = Observer(self.spec)
+
+    def over(self) -> bool:
+        return self._run.summary.exists()
+
+    def now(self, lines: Lines) -> Now | None:
+        """The run, with `lines` of metrics.jsonl; None before any heartbeat."""
+        if not self._run.vitals.exists():
+            return None
+        state = self._run.read_summary().state if self.over() else "goes on"
+        return self._observer.now(self._run.read_vitals(), lines, run=self._run.path.name, state=state)
 
 
 def activity(vitals: Vitals, node: str) -> Activity:
@@ -138,16 +165,6 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
         texts = file.read().split(b"\n")
     whole = texts[1:-1] if size > _TAIL_BYTES else texts[:-1]  # a torn first one, an unfinished last one
     return [json.loads(text) for text in whole if text]
-
-
-def _edge(name: str, edge: EdgeState, vitals: Vitals, room: int) -> EdgeNow:
-    held_up = any(s.waits_for.startswith("room on") for _, s, _ in vitals.nodes(name))
-    full = held_up or edge.messages >= room
-    return EdgeNow(
-        name=name, messages=edge.messages, capacity=edge.capacity, waiting=sum(edge.waiting.values()),
-        leased=sum(edge.leased.values()), fill=min(edge.messages / room, 1.0),
-        flow="full" if full else "flows" if edge.messages else "empty",
-    )  # fmt: skip
 
 
 def _sums(file: VitalsFile, node: str) -> tuple[float, float, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from arriero.engine.broker import Broker, BrokerError
@@ -17,6 +17,7 @@ from arriero.launchers.stamping import model_sha256, stamp
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Event
 from arriero.schemas.lineage import Anchor, Opened, RunEntry, RunState
+from arriero.schemas.messages import ScoredGroup
 from arriero.schemas.run import RunOptions
 
 _FINISHED_S, _BROKEN_S = 60.0, 0.5  # to store what stands on the edges; a stopped run is over soon
@@ -40,6 +41,7 @@ class Recording:
         self._writer = LineageWriter(options.record_url or str(run.lineage), opened, resumed)
         self._recorder = Recorder(spec, self._writer, lease_s=options.lease_s)
         self.event: Callable[[Event], None] = self._recorder.event
+        self.newest: Sequence[ScoredGroup] = self._recorder.newest  # the last that came
         self._task: asyncio.Task[None] | None = None
 
     def start(self, broker: Broker) -> None:

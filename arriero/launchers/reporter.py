@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO, cast
@@ -21,6 +22,7 @@ from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.engine.runtime.source import steps
 from arriero.launchers.failures import Failure, dead_letters, raised
 from arriero.launchers.health import Health
+from arriero.launchers.look import last_lines
 from arriero.launchers.progress import Display, View
 from arriero.launchers.prometheus import exposition
 from arriero.launchers.resuming import read_history
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from arriero.launchers.recording import Recording
 
 _DRAIN_S = 1.0
+_LINES = 256  # of the last steps, for who looks on
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +63,7 @@ class Reporter:
         self._last_drop: DroppedEvent | None = None
         self._last = b""
         self._newest: Trained | None = None
-        self._newest_line: Line = {}
+        self.lines: deque[Line] = deque(last_lines(run.metrics), maxlen=_LINES)
         self._past = len(read_history(run)[1])  # events to come that are in the files already
         self._files: list[TextIO] = [run.ledger.open("a"), run.metrics.open("a")]
         self._sinks = Sinks(options.sinks, run)
@@ -103,7 +106,8 @@ class Reporter:
         self._timeline.look(self._vitals)
         write_json(self._run.vitals, self._vitals.written(self._spec, self._account.steps))
         if self._exposition is not None:
-            self._exposition.look(self._vitals, self.ledger, self._newest_line, self._health.warned)
+            newest = self.lines[-1] if self.lines else {}
+            self._exposition.look(self._vitals, self.ledger, newest, self._health.warned)
         self._display.update(self._view())
 
     def ended(self, counts: Mapping[tuple[str, int], Mapping[str, int]]) -> None:
@@ -220,7 +224,7 @@ class Reporter:
         line |= self._health.step(event, self._vitals, self._warned)
         print(json.dumps(line), file=self._files[1], flush=True)
         self._sinks.step(event.version, time.time(), scalars(line))
-        self._newest_line = line
+        self.lines.append(line)
 
     def _warned(self, finding: Finding) -> None:
         """A gate has something to say that it didn't say of the step before."""

@@ -16,6 +16,7 @@ together. What no batch will name (held-out prompts, dropped groups, other recor
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ _STILL = 30  # pauses in which nothing came: then whoever has to come may be wai
 _WAIT_S = 5.0
 _HELD_BYTES = 256 << 20
 _DROPS_KEPT = 1 << 16
+_NEWEST = 5
 
 Key = tuple[str, str]  # edge and id
 
@@ -94,6 +96,7 @@ class Recorder:
         self._arrived = asyncio.Event()
         self._moved = False
         self._storing: asyncio.Task[None] | None = None
+        self.newest: deque[ScoredGroup] = deque(maxlen=_NEWEST)  # of what came, for who looks on
 
     def event(self, event: Event) -> None:
         """An event of the ledger; it goes with the next commit."""
@@ -166,6 +169,8 @@ class Recorder:
             await lease.ack()
             return
         self._held[edge, record.id] = _Held(edge, record, lease)
+        if isinstance(record, ScoredGroup):
+            self.newest.append(record)
         self._moved = True
         self._arrived.set()
 
