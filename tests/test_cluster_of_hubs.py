@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from arriero.engine.broker import BrokerError, Consumer, EdgeEnded
+from arriero.engine.broker import Broker, BrokerError, Consumer, EdgeEnded
+from arriero.engine.claim_stores import FolderStore
+from arriero.engine.claims import ClaimChecked
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_link import Link
 from arriero.engine.nats_server import NatsServer, start_server
@@ -71,7 +73,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         server.stop()
 
 
-async def declared(broker: NatsBroker) -> None:
+async def declared(broker: Broker) -> None:
     """Servers that have just started are no cluster yet."""
     deadline = time.monotonic() + 60
     while True:
@@ -133,5 +135,53 @@ async def test_killing_the_leader_of_an_edge_loses_nothing(cluster: Cluster) -> 
     follower = brokers[0].follow("ledger")
     assert [await anext(follower) for _ in range(COUNT)] == [b"%d" % k for k in range(COUNT)]
     await assert_depth(brokers[0], "rollouts", 0)
+    for broker in brokers:
+        await broker.close()
+
+
+async def test_asking_for_an_id_is_no_hindrance_to_it_whoever_leads(cluster: Cluster) -> None:
+    brokers = [await cluster.connect(k) for k in range(3)]
+    await declared(brokers[0])
+    producers = [broker.producer("rollouts", 0) for broker in brokers]
+    async with asyncio.timeout(100):
+        for k, name in enumerate("abc"):
+            assert [await p.knows(name) for p in producers] == [False] * 3
+            # At the same time from everywhere: it is stored once.
+            assert sorted(await asyncio.gather(*(p.put(name, b"x") for p in producers))) == [
+                False,
+                False,
+                True,
+            ]
+            assert [await p.knows(name) for p in producers] == [True] * 3
+            assert not await producers[k].knows(f"{name}, once more")
+            leader = await cluster.leader("rollouts")
+            cluster.kill(leader)
+            assert [await p.knows(name) for p in producers] == [True] * 3
+            assert not await producers[k].put(name, b"x")
+            await asyncio.to_thread(cluster.restart, leader)
+    await assert_depth(brokers[0], "rollouts", 3)
+    for broker in brokers:
+        await broker.close()
+
+
+async def test_an_offer_that_finds_no_room_is_put_later(cluster: Cluster, folder: Path) -> None:
+    """By claim check, which looks for its id then."""
+    brokers = [
+        ClaimChecked(await cluster.connect(k), FolderStore(folder / "claims"), above_bytes=0) for k in (0, 1)
+    ]
+    await declared(brokers[0])
+    producer, consumer = brokers[0].producer("rollouts", 0), brokers[1].consumer("rollouts", "reward")
+    record = brokers[1].consumer("rollouts", "record")
+    large = bytes(900 << 10)  # of the 1 MiB that the edge takes
+    async with asyncio.timeout(60):
+        assert await producer.offer("first", large)
+        assert await producer.offer("second", large) is None
+        assert not await producer.offer("first", large)
+        for group in (consumer, record):
+            lease = await group.lease(wait_s=10)
+            assert lease is not None
+            await lease.ack()
+        assert await producer.put("second", large)
+        assert not await producer.offer("second", large)
     for broker in brokers:
         await broker.close()

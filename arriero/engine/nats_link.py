@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 _FORGOTTEN_S = 1.0
 _AGAIN_S = 5.0  # whoever was to answer may be gone, while the server that we are connected to is well
 _CONNECT_S = 20  # for one try: a server that many reach for at once takes its time for each handshake
+_WRONG_LAST_SEQUENCE, _UNDER_WAY = 10071, 10158
+_NEVER = 2**63 - 1  # no stream has so many messages
+_UNDER_WAY_S = 0.02
 _BLOCKED_S = 1.0  # a time-out that comes so late shows that the event loop stood still
 _OLDEST_SERVER = (2, 11)  # earlier ones can keep acknowledged messages of a stream for ever
 
@@ -284,16 +287,34 @@ class Link:
         data = await self.request(f"$JS.API.{path}", json.dumps(body).encode() if body else b"", what=what)
         return answer(data)
 
-    async def store(self, subject: str, payload: bytes, id: str, *, what: str, after: str = "") -> bool:
-        """Publish to a stream: True if stored, False if the id was known. Raises JetStreamError.
+    async def store(self, subject: str, payload: bytes, id: str, *, what: str) -> bool:
+        """Publish to a stream: True if stored, False if the id was known. Raises JetStreamError."""
+        return await self._store(subject, payload, {"Nats-Msg-Id": id} if id else {}, what)
 
-        Refused unless the last message of the stream has the id `after`, if any.
-        """
-        headers = {"Nats-Msg-Id": id} if id else {}
-        if after:
-            headers["Nats-Expected-Last-Msg-Id"] = after
-        data = await self.request(subject, payload, what=what, headers=headers)
-        return not answer(data).get("duplicate", False)
+    async def known(self, subject: str, id: str, *, what: str) -> bool:
+        """Whether a stream knows the id of a message. Raises JetStreamError."""
+        # Known ids are answered first; what is new is refused for the number that it expects before it.
+        # That alone is looked at before the servers of a cluster agree: an id which they refuse only then
+        # stays in their way.
+        headers = {"Nats-Msg-Id": id, "Nats-Expected-Last-Sequence": str(_NEVER)}
+        try:
+            return not await self._store(subject, b"", headers, what)
+        except JetStreamError as error:
+            if error.code == _WRONG_LAST_SEQUENCE:
+                return False
+            raise
+
+    async def _store(self, subject: str, payload: bytes, headers: dict[str, str], what: str) -> bool:
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        while True:
+            data = await self.request(subject, payload, what=what, headers=headers)
+            try:
+                return not answer(data).get("duplicate", False)
+            except JetStreamError as error:
+                # Sent twice, for the first answer was late: the servers don't yet agree on the first.
+                if error.code != _UNDER_WAY or asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(_UNDER_WAY_S)
 
     async def publish(self, subject: str, payload: bytes = b"", reply: str = "") -> bool:
         """Fire and forget; False if the server is known to be away."""

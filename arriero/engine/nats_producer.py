@@ -9,8 +9,6 @@ from arriero.engine.broker import BrokerError, check_fits
 from arriero.engine.nats_edge import NatsEdge
 from arriero.engine.nats_link import JetStreamError
 
-_WRONG_LAST_ID = 10070
-_NOBODY = "\x01"  # no message has this id
 _STORE_FAILED = 10077  # "maximum messages exceeded" or "maximum bytes exceeded"
 _PAUSE_S = (0.001, 0.05)
 _ROOM_BYTES = 8 << 10  # left for headers, and for the error if it ends as a dead letter
@@ -52,11 +50,8 @@ class NatsProducer:
     async def knows(self, id: str) -> bool:
         what = f"ask for {id} on edge {self._edge.name}"
         try:
-            # Known ids are answered first; what is new is refused for the message that it expects before it.
-            return not await self._edge.link.store(self._subject, b"", id, what=what, after=_NOBODY)
+            return await self._edge.link.known(self._subject, id, what=what)
         except JetStreamError as error:
-            if error.code == _WRONG_LAST_ID:
-                return False
             raise BrokerError(f"{what}: {error}") from None
 
     durable = True
