@@ -27,8 +27,10 @@ _log = logging.getLogger(__name__)
 _FORGOTTEN_S = 1.0
 _AGAIN_S = 5.0  # whoever was to answer may be gone, while the server that we are connected to is well
 _CONNECT_S = 20  # for one try: a server that many reach for at once takes its time for each handshake
-_WRONG_LAST_SEQUENCE, _UNDER_WAY = 10071, 10158
-_NEVER = 2**63 - 1  # no stream has so many messages
+_EXPECTED_NUMBER = {"Nats-Expected-Last-Sequence": str(2**63 - 1)}  # no stream has so many messages
+_EXPECTED_ID = {"Nats-Expected-Last-Msg-Id": "\x01"}  # no message has this one
+_NOT_EXPECTED = {10070, 10071}
+_UNDER_WAY = 10158
 _UNDER_WAY_S = 0.02
 _BLOCKED_S = 1.0  # a time-out that comes so late shows that the event loop stood still
 _OLDEST_SERVER = (2, 11)  # earlier ones can keep acknowledged messages of a stream for ever
@@ -291,16 +293,16 @@ class Link:
         """Publish to a stream: True if stored, False if the id was known. Raises JetStreamError."""
         return await self._store(subject, payload, {"Nats-Msg-Id": id} if id else {}, what)
 
-    async def known(self, subject: str, id: str, *, what: str) -> bool:
-        """Whether a stream knows the id of a message. Raises JetStreamError."""
-        # Known ids are answered first; what is new is refused for the number that it expects before it.
-        # That alone is looked at before the servers of a cluster agree: an id which they refuse only then
-        # stays in their way.
-        headers = {"Nats-Msg-Id": id, "Nats-Expected-Last-Sequence": str(_NEVER)}
+    async def known(self, subject: str, id: str, *, replicated: bool, what: str) -> bool:
+        """Whether a stream, on one server or `replicated`, knows an id. Raises JetStreamError."""
+        # Known ids are answered first; what is new is refused for what it expects before it. One server looks
+        # at a number before it looks at ids. Several agree on a message before they look at what id it
+        # expects, and one that is refused only then stays in its own way.
+        expected = _EXPECTED_NUMBER if replicated else _EXPECTED_ID
         try:
-            return not await self._store(subject, b"", headers, what)
+            return not await self._store(subject, b"", {"Nats-Msg-Id": id} | expected, what)
         except JetStreamError as error:
-            if error.code == _WRONG_LAST_SEQUENCE:
+            if error.code in _NOT_EXPECTED:
                 return False
             raise
 

@@ -50,7 +50,9 @@ class NatsProducer:
     async def knows(self, id: str) -> bool:
         what = f"ask for {id} on edge {self._edge.name}"
         try:
-            return await self._edge.link.known(self._subject, id, what=what)
+            stream = await self._edge.ask(f"STREAM.INFO.{self._edge.stream}")
+            replicated = stream["config"]["num_replicas"] > 1
+            return await self._edge.link.known(self._subject, id, replicated=replicated, what=what)
         except JetStreamError as error:
             raise BrokerError(f"{what}: {error}") from None
 
