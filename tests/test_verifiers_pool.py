@@ -85,6 +85,28 @@ async def test_hung_and_crashed_workers_cost_their_own_rollout_alone() -> None:
     assert "NoneType" in why["none"]
 
 
+def by_whom(prompt: Prompt, rollout: Rollout) -> float:
+    time.sleep(float(rollout.text))
+    return float(os.getpid())
+
+
+async def test_workers_share_a_group_whose_rollouts_take_long() -> None:
+    found = await values(Function(function=by_whom, workers=2), group(*["0.1"] * 6))
+    assert len(set(found)) == 2
+
+
+async def test_scores_keep_the_order_of_their_rollouts_whichever_take_long() -> None:
+    async with Pool(Function(function=waits_long, workers=2)) as pool:
+        record = group("0", "0.05", "0", "0", "0.1", "0", "0.02", "0", "0")
+        found = await pool.scores(record.prompt, record.rollouts)
+    assert [s.value for s in found] == [0, 0.05, 0, 0, 0.1, 0, 0.02, 0, 0]
+
+
+def waits_long(prompt: Prompt, rollout: Rollout) -> float:
+    time.sleep(float(rollout.text))
+    return float(rollout.text)
+
+
 async def test_an_async_function_scores_many_at_once() -> None:
     reward = Function(function=waits, at_once=16, limits=Limits(time_s=30.0))
     assert await values(reward, group(*(str(k) for k in range(1, 17)))) == list(range(1, 17))

@@ -15,7 +15,7 @@ from contextlib import suppress
 import numpy as np
 import psutil
 
-_EVERY_S, _MEMORY_EVERY_S = 0.1, 0.5
+_EVERY_S, _MEMORY_EVERY_S, _YOUNG_S = 0.1, 0.5, 5.0
 
 
 class Meter:
@@ -52,7 +52,8 @@ class Meter:
         while not self._over.wait(_EVERY_S):
             with suppress(psutil.Error):
                 for process in (self._root, *self._root.children(recursive=True)):
-                    if process.pid not in self._known:
+                    # Again for a while: a child is called like its parent until it begins its own program.
+                    if time.time() - process.create_time() < _YOUNG_S or process.pid not in self._known:
                         self._known[process.pid] = (_name(process), process)
             now = time.time()
             for pid, (_, process) in self._known.items():

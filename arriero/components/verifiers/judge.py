@@ -106,8 +106,8 @@ async def _opened(reward: Asked) -> AsyncGenerator[Scorer, None]:
 
 
 @plain_dataclass(frozen=True)
-class Asking:
-    """A `Scorer` that bounds what is under way."""
+class Asking(Scorer):
+    """Bounds what is under way."""
 
     reward: Asked
     headers: Mapping[str, str]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arriero.components.verifiers.reward import RolloutReward, Scorer, no_verdict
+from arriero.components.verifiers.reward import RolloutReward, Scorer, no_verdict, side_by_side
 from arriero.schemas.messages import Outcome, Prompt, Rollout, Score
 
 
@@ -20,14 +19,20 @@ class Part:
 
 
 @dataclass(frozen=True)
-class SumScorer:
+class SumScorer(Scorer):
     """Scores with all parts at once."""
 
     parts: Sequence[Part]
 
     async def score(self, prompt: Prompt, rollout: Rollout) -> Score:
-        scores = await asyncio.gather(*(p.scorer.score(prompt, rollout) for p in self.parts))
-        return combined([(p.reward, p.weight, s) for p, s in zip(self.parts, scores, strict=True)])
+        return (await self.scores(prompt, (rollout,)))[0]
+
+    async def scores(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        parts = await side_by_side(p.scorer.scores(prompt, rollouts) for p in self.parts)
+        return [
+            combined([(p.reward, p.weight, s) for p, s in zip(self.parts, each, strict=True)])
+            for each in zip(*parts, strict=True)
+        ]
 
     async def unscorable(self, prompt: Prompt) -> str:
         """The first part's reason that has one."""

@@ -5,19 +5,25 @@
 | a job     | a free place    | another job's end, or a replacement's start (`start_s`)   |
 | a job     | its own answer  | the worker, its death, or the time limit (then SIGKILL)   |
 
-An answer names its job, so that a late or lost one can't become another one's.
+An answer names its job, so that a late or lost one can't become another one's. The rollouts of a group go to
+a worker together, or in as many parts as there are workers. It answers for those it has scored as soon as one
+has taken long, and the others are asked again, so that a job lasts hardly longer than its slowest rollout. Of
+a job that ends badly every rollout is asked again alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from arriero.components.verifiers.canaries import response
 from arriero.components.verifiers.process import Overdue, WorkerDied, WorkerProcess
-from arriero.components.verifiers.reward import Isolated, no_verdict
+from arriero.components.verifiers.reward import Isolated, RolloutReward, Scorer, no_verdict, side_by_side
 from arriero.components.verifiers.wire import Done, Job, Setup
 from arriero.engine.codec import encode
 from arriero.engine.errors import UserError
@@ -28,11 +34,12 @@ from arriero.schemas.messages import Outcome, Prompt, Rollout, Score
 _STARTS = 3  # in a row that may fail
 
 
-class Pool:
-    """A `Scorer`; open it with `async with`. Raises UserError where a worker can't build the reward."""
+class Pool(Scorer):
+    """Open it with `async with`. Raises UserError where a worker can't build the reward."""
 
     def __init__(self, reward: Isolated) -> None:
         self._reward = reward
+        self._checks = type(reward).unscorable is not RolloutReward.unscorable
         limits = reward.limits
         self._setup = Setup(json.dumps(to_json(reward)).encode(), limits.memory_mb, limits.time_s)
         # Coroutines are ended by their own worker; this one kills it if it can't even do that.
@@ -63,32 +70,57 @@ class Pool:
 
     async def score(self, prompt: Prompt, rollout: Rollout) -> Score:
         """The score, or how it came that there is none."""
-        if self._reward.text_only:
-            rollout = response(rollout.text, finish=rollout.finish)
+        return (await self.scores(prompt, (rollout,)))[0]
+
+    async def scores(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        asked, found = encode(prompt), dict[int, Score]()
+        left = deque((k, encode(self._read(rollout))) for k, rollout in enumerate(rollouts))
+        lanes = len(rollouts) if self._reward.width > 1 else self._reward.workers
+
+        async def lane() -> None:
+            while left:
+                share = [left.popleft() for _ in range(math.ceil(len(left) / lanes))]
+                scores = await self._scored(asked, tuple(data for _, data in share))
+                found.update((k, score) for (k, _), score in zip(share, scores, strict=False))
+                left.extendleft(reversed(share[len(scores) :]))
+
+        await side_by_side(lane() for _ in range(min(lanes, len(rollouts))))
+        return [found[k] for k in range(len(rollouts))]
+
+    def _read(self, rollout: Rollout) -> Rollout:
+        """What the reward reads of it."""
+        return response(rollout.text, finish=rollout.finish) if self._reward.text_only else rollout
+
+    async def _scored(self, prompt: bytes, rollouts: tuple[bytes, ...]) -> list[Score]:
+        """The scores of the first rollouts, at least one."""
         try:
-            done = await self._ask(encode(prompt), encode(rollout))
-        except Overdue:
-            return no_verdict(f"over {self._reward.limits.time_s:g} s", Outcome.TIMEOUT)
-        except WorkerDied as error:
-            return no_verdict(str(error))
-        return Score(value=done.value, outcome=done.outcome, detail=done.detail, raw=done.raw)
+            done = await self._ask(prompt, rollouts)
+        except (Overdue, WorkerDied) as error:
+            if len(rollouts) > 1:  # one of them was the cause
+                return [score for r in rollouts for score in await self._scored(prompt, (r,))]
+            if isinstance(error, Overdue):
+                return [no_verdict(f"over {self._reward.limits.time_s:g} s", Outcome.TIMEOUT)]
+            return [no_verdict(str(error))]
+        return [Score(value=v.value, outcome=v.outcome, detail=v.detail, raw=v.raw) for v in done.scores]
 
     async def unscorable(self, prompt: Prompt) -> str:
         """Why no response to `prompt` can be scored; a prompt whose check hangs or crashes is unscorable."""
+        if not self._checks and not self._reward.slow_start:
+            return ""
         data = encode(prompt)
         try:
             if self._reward.slow_start and self._first is None:
                 await self._warm_all(data)
-            done = await self._ask(data, b"")
+            done = await self._ask(data, ())
         except (Overdue, WorkerDied) as error:
             return f"the check of its answer failed: {error}"
-        return done.detail
+        return done.unscorable
 
-    async def _ask(self, prompt: bytes, rollout: bytes) -> Done:
+    async def _ask(self, prompt: bytes, rollouts: tuple[bytes, ...]) -> Done:
         """The answer to one job. Raises Overdue and WorkerDied for this job alone."""
         worker = await self._place()
         self._jobs += 1
-        job = Job(self._jobs, prompt, rollout)
+        job = Job(self._jobs, prompt, rollouts)
         try:
             done = await worker.ask(job, self._patience_s)
         except (Overdue, WorkerDied):
@@ -131,7 +163,7 @@ class Pool:
     async def _warm(self, worker: WorkerProcess) -> None:
         if self._reward.slow_start and self._first is not None:
             self._jobs += 1
-            await worker.ask(Job(self._jobs, self._first, b""), self._reward.limits.start_s)
+            await worker.ask(Job(self._jobs, self._first), self._reward.limits.start_s)
 
     async def _place(self) -> WorkerProcess:
         while True:

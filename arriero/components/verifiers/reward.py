@@ -13,16 +13,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -34,6 +35,7 @@ from arriero.schemas.messages import Dropped, Outcome, Prompt, Rollout, RolloutG
 log = logging.getLogger(__name__)
 
 STRICT = ConfigDict(extra="forbid")
+T = TypeVar("T")
 _DETAIL = 300
 # Our own code, Python's and what is installed.
 _NOT_THE_USERS = (
@@ -51,13 +53,18 @@ class Canary:
     prompt: Prompt
 
 
-class Scorer(Protocol):
+class Scorer(ABC):
     """Where `score` and `unscorable` of a reward are computed."""
 
+    @abstractmethod
     async def score(self, prompt: Prompt, rollout: Rollout) -> Score:
         """Never raises for what a response or the reward's code does: that is an outcome."""
-        ...
 
+    async def scores(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        """Those of several rollouts of one prompt, in their order."""
+        return await side_by_side(self.score(prompt, rollout) for rollout in rollouts)
+
+    @abstractmethod
     async def unscorable(self, prompt: Prompt) -> str: ...
 
 
@@ -108,13 +115,25 @@ class RolloutReward(ABC):
                 yield out
 
 
+async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; the first error ends the others. One alone costs no task."""
+    if len(coroutines := list(work)) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.create_task(one) for one in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 @asynccontextmanager
 async def _here(reward: RolloutReward) -> AsyncGenerator[Scorer, None]:
     yield InProcess(reward)
 
 
 @plain_dataclass(frozen=True)
-class InProcess:
+class InProcess(Scorer):
     """Computes in this process: for code that is known to end soon, or waits for others."""
 
     reward: RolloutReward

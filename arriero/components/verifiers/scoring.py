@@ -70,12 +70,7 @@ class Desk:
         if why := await self._scorer.unscorable(record.prompt):
             self._report.tell([(record.prompt, why)])
             return Dropped(parent=record.id, reason="invalid", detail=f"quarantined: {why}"[:500])
-        work = [asyncio.create_task(self._scorer.score(record.prompt, r)) for r in record.rollouts]
-        try:
-            scores = await asyncio.gather(*work)
-        finally:
-            for task in work:  # of no use once one has failed
-                task.cancel()
+        scores = await self._scorer.scores(record.prompt, record.rollouts)
         return ScoredGroup(
             parents=(record.id,), group=record, scores=tuple(scores), reward_version=self._version
         )

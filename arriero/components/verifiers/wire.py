@@ -29,21 +29,31 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt and one rollout to score; without a rollout: whether the prompt can be scored at all."""
+    """A prompt and rollouts of it to score; without rollouts: whether it can be scored at all."""
 
     id: int
     prompt: bytes
-    rollout: bytes = b""
+    rollouts: tuple[bytes, ...] = ()
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """A `Score` on the wire."""
+
+    value: float
+    outcome: Outcome
+    detail: str = ""
+    raw: float | None = None
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
-    """The score of job `id`, or why its prompt is unscorable. `spent`: the worker is of no further use."""
+    """The scores of the first rollouts of job `id`, at least one, or why its prompt is `unscorable`.
+
+    `spent`: the worker is of no further use.
+    """
 
     id: int
-    value: float = 0.0
-    outcome: Outcome = Outcome.ERROR
-    detail: str = ""
-    raw: float | None = None
+    scores: tuple[Verdict, ...] = ()
+    unscorable: str = ""
     spent: bool = False
 
 

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Awaitable
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from arriero.components.verifiers.reward import Isolated, describe, no_verdict
-from arriero.components.verifiers.wire import HEADER_BYTES, Done, Job, Ready, Setup, frame
+from arriero.components.verifiers.wire import HEADER_BYTES, Done, Job, Ready, Setup, Verdict, frame
 from arriero.engine.codec import decode
 from arriero.engine.errors import UserError
 from arriero.engine.portable import from_json
@@ -28,6 +29,7 @@ from arriero.schemas.messages import Outcome, Prompt, Rollout, Score
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
+_LONG_S = 0.01  # a rollout that takes longer is answered for by itself
 
 
 def main() -> None:
@@ -53,10 +55,21 @@ def main() -> None:
 
 
 def _serve(reward: Isolated, source: BinaryIO, sink: BinaryIO) -> None:
+    """Of a job's rollouts as many as take no longer than `_LONG_S` together, and one that does."""
     while (job := _read(source, Job)) is not None:
-        found = _answer(reward, job)
-        done = found if isinstance(found, Done) else asyncio.run(_finished(job.id, found))
-        sink.write(frame(done))
+        found = _begun(reward, job)
+        if isinstance(found, Done):
+            sink.write(frame(found))
+            continue
+        scores: list[Verdict] = []
+        spent, until = False, time.monotonic() + _LONG_S
+        for rollout in job.rollouts:
+            score, spent = _scored(reward, found, rollout)
+            verdict, spent = (score, spent) if isinstance(score, Verdict) else asyncio.run(_finished(score))
+            scores.append(verdict)
+            if spent or time.monotonic() > until:
+                break
+        sink.write(frame(Done(job.id, tuple(scores), spent=spent)))
 
 
 async def _serve_many(reward: Isolated, source: BinaryIO, sink: BinaryIO, time_s: float) -> None:
@@ -64,8 +77,13 @@ async def _serve_many(reward: Isolated, source: BinaryIO, sink: BinaryIO, time_s
     running: set[asyncio.Task[None]] = set()
 
     async def one(job: Job) -> None:
-        found = _answer(reward, job)
-        sink.write(frame(found if isinstance(found, Done) else await _in_time(job.id, found, time_s)))
+        found = _begun(reward, job)
+        if not isinstance(found, Done):
+            score, spent = _scored(reward, found, job.rollouts[0])
+            if not isinstance(score, Verdict):
+                score, spent = await _in_time(score, time_s)
+            found = Done(job.id, (score,), spent=spent)
+        sink.write(frame(found))
 
     while (job := await loop.run_in_executor(None, _read, source, Job)) is not None:
         task = asyncio.create_task(one(job))
@@ -73,41 +91,50 @@ async def _serve_many(reward: Isolated, source: BinaryIO, sink: BinaryIO, time_s
         task.add_done_callback(running.discard)
 
 
-def _answer(reward: Isolated, job: Job) -> Done | Awaitable[Score]:
+def _begun(reward: Isolated, job: Job) -> Prompt | Done:
+    """The prompt whose rollouts are to be scored, or the answer already."""
     try:
         prompt = decode(job.prompt, Prompt)
-        if not job.rollout:
-            return Done(job.id, detail=reward.unscorable(prompt))
-        found = reward.score(prompt, decode(job.rollout, Rollout))
-        return _done(job.id, found) if isinstance(found, Score) else found
+        return prompt if job.rollouts else Done(job.id, unscorable=reward.unscorable(prompt))
     except BaseException as error:  # noqa: BLE001  # libraries raise BaseException on their own time limits
-        return _failed(job.id, error)
+        verdict, spent = _failed(error)
+        if job.rollouts:
+            return Done(job.id, (verdict,) * len(job.rollouts), spent=spent)
+        return Done(job.id, unscorable=verdict.detail, spent=spent)
 
 
-async def _finished(id: int, found: Awaitable[Score]) -> Done:
+def _scored(reward: Isolated, prompt: Prompt, rollout: bytes) -> tuple[Verdict | Awaitable[Score], bool]:
+    """The verdict, or what it is awaited from; and whether this process is of no further use."""
     try:
-        return _done(id, await found)
+        found = reward.score(prompt, decode(rollout, Rollout))
+        return (_verdict(found), False) if isinstance(found, Score) else (found, False)
+    except BaseException as error:  # noqa: BLE001  # as above
+        return _failed(error)
+
+
+async def _finished(found: Awaitable[Score]) -> tuple[Verdict, bool]:
+    try:
+        return _verdict(await found), False
     except Exception as error:  # noqa: BLE001  # as above
-        return _failed(id, error)
+        return _failed(error)
 
 
-async def _in_time(id: int, found: Awaitable[Score], time_s: float) -> Done:
+async def _in_time(found: Awaitable[Score], time_s: float) -> tuple[Verdict, bool]:
     try:
         async with asyncio.timeout(time_s):
-            return await _finished(id, found)
+            return await _finished(found)
     except TimeoutError:
-        return Done(id, outcome=Outcome.TIMEOUT, detail=f"over {time_s:g} s")
+        return Verdict(0.0, Outcome.TIMEOUT, f"over {time_s:g} s"), False
 
 
-def _done(id: int, score: Score) -> Done:
-    return Done(id, score.value, score.outcome, score.detail, score.raw)
+def _verdict(score: Score) -> Verdict:
+    return Verdict(score.value, score.outcome, score.detail, score.raw)
 
 
-def _failed(id: int, error: BaseException) -> Done:
+def _failed(error: BaseException) -> tuple[Verdict, bool]:
     # After memory ran out nothing in this process can be relied on.
     traceback.print_exception(error)
-    score = no_verdict(describe(error))
-    return Done(id, score.value, score.outcome, score.detail, None, isinstance(error, MemoryError))
+    return _verdict(no_verdict(describe(error))), isinstance(error, MemoryError)
 
 
 def _read(source: BinaryIO, kind: type[T]) -> T | None:
