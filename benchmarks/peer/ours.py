@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def main(path: str, run_dir: str, staleness: str, generator: str, trainer: str) 
     work = Work(**json.loads(Path(path).read_text()))
     graph, run = spec(work, int(staleness)), create(Path(run_dir))
     threads = {"generator": int(generator), "trainer": int(trainer)}
-    options = RunOptions(run_id=f"peers-{Path(run_dir).name}", seed=work.seed, threads=threads)
+    options = RunOptions(run_id=f"peers-{secrets.token_hex(4)}", seed=work.seed, threads=threads)
     write_json(run.graph, graph)
     write_json(run.options, options)
     return launch(graph, options, run, LaunchOptions(quiet=True, python_path=(str(Path.cwd()),)))
