@@ -49,7 +49,7 @@ def test_a_recorded_run_can_be_put_together_again(tmp_path: Path, how: Literal["
         ledger.apply(event)
     assert (ledger.in_flight, ledger.admitted, ledger.trained) == (0, 24, 24)
     held_out = [g for g in lineage.groups.values() if g.prompt.split == "eval"]
-    assert len(held_out) == len(lineage.evaluated)
+    assert len(held_out) == sum(1 for _ in lineage.evaluated)
 
 
 def test_each_step_of_a_recorded_run_stands_in_one_piece(tmp_path: Path) -> None:

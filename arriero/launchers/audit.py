@@ -158,13 +158,13 @@ def _went_through(record: Lineage, check: str) -> str:
     rollouts = sum(len(g.lengths) for g in record.groups.values())
     return {
         "chain": f"{record.anchor.entries} entries",
-        "ledger": f"{len(record.admitted)} prompts, {len(record.dropped)} drops",
+        "ledger": f"{sum(1 for _ in record.admitted)} prompts, {sum(1 for _ in record.dropped)} drops",
         "content": f"{rollouts} rollouts"
         + (f", {len(record.redacted)} REDACTED: {'; '.join(record.reasons)}" if record.redacted else ""),
         "steps": f"{len(record.steps)} steps",
         "tokens": f"{sum(s.tokens for s in record.steps)} tokens",
         "weights": f"{len(record.weights)} versions",
-        "held out": f"{len(record.evaluated)} prompts",
+        "held out": f"{sum(1 for _ in record.evaluated)} prompts",
     }[check]
 
 

@@ -35,12 +35,13 @@ def inherited(record: Lineage, ancestors: Sequence[Ancestor]) -> tuple[int, list
         if a.sha256 not in {line.hash for line in lines(old.url)}:
             what = f"named with head {a.sha256[:12]}, which its chain never had"
             findings.append(Finding(check="inherited", where=a.run_id, what=what))
-        named = {f"{a.run_id}:{g.id}": g for g in old.groups.values() if g.scores}
+        named = {f"{a.run_id}:{g.id}": name for name, g in old.groups.items() if g.scores}
         for name, entry in record.groups.items():
             run, _, _ = entry.recorded.partition(":")
             if run == a.run_id and name not in record.redacted:
                 count += 1
-                if what := _otherwise(record, entry, old, named.get(entry.recorded)):
+                then = old.groups.get(named.get(entry.recorded, ""))
+                if what := _otherwise(record, entry, old, then):
                     findings.append(Finding(check="inherited", where=name, what=what))
     return count, findings, left
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import cast
 
 from arriero.components.advantage import GroupAdvantage
 from arriero.components.rewards import LlmJudge, RewardModel, RolloutReward, WeightedSum, reward_version
+from arriero.components.verifiers.reward import Scorer
 from arriero.engine.codec import encode
 from arriero.engine.errors import UserError, one_line
 from arriero.engine.graph import Graph
@@ -15,7 +17,6 @@ from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.stream import Stream
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.lineage import GroupEntry
 from arriero.schemas.messages import Batch, Dropped, Outcome, Record, ScoredGroup
 
 Result = tuple[str, str, list[Finding], list[str]]  # check, what it went through, findings, what was left out
@@ -44,55 +45,66 @@ async def recomputed(
     return found
 
 
+@dataclass(kw_only=True)
+class _Compared:
+    """`failed`: why there was no verdict now, score by score."""
+
+    count: int = 0
+    failed: list[str] = field(default_factory=list[str])
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+
 async def _rewards(record: Lineage, node: str, component: object, *, rescore: bool) -> Result:
     name = f"rewards of {node}"
-    scored = [(k, g) for k, g in record.groups.items() if g.edge == node and g.scores]
-    groups = [g for k, g in scored if k not in record.redacted]
-    gone = len(scored) - len(groups)
     if why := _not_again(component):
         return name, "", [], [f"{name}: {why}"]
     reward = cast("RolloutReward", component)
     version = reward_version(reward)
-    other = [g for g in groups if g.scores and g.scores.reward_version != version]
+    found, gone, others = _Compared(), 0, list[str]()
+    async with reward.opened() as scorer:
+        for key, entry in record.groups.items():
+            if entry.edge != node or entry.scores is None:
+                continue
+            if key in record.redacted:
+                gone += 1
+            elif entry.scores.reward_version != version and not rescore:
+                others.append(entry.scores.reward_version)
+            elif (whole := _scored(record, key)) is not None:
+                await _again(found, name, whole, scorer)
     left: list[str] = []
-    if other and other[0].scores and not rescore:
-        theirs = other[0].scores.reward_version
-        told = f"{len(other)} groups scored by version {theirs}, here is {version}; see --rescore"
+    if others:
+        told = f"{len(others)} groups scored by version {others[0]}, here is {version}; see --rescore"
         left.append(f"{name}: {told}")
-        groups = [g for g in groups if g not in other]
     if gone:
         left.append(f"{name}: {gone} groups are redacted")
-    findings: list[Finding] = []
-    count = 0
-    failed: list[str] = []
-    async with reward.opened() as scorer:
-        for entry in groups:
-            whole = _scored(record, entry)
-            for k, then in enumerate(whole.scores if whole else ()):
-                assert whole is not None
-                where = f"{entry.id}/{k}"
-                if then.outcome not in _VERDICTS:
-                    told = f"reward {then.value} without a verdict ({then.outcome}), which counts as 0"
-                    findings += [Finding(check=name, where=where, what=told)] if then.value else []
-                    continue
-                now = await scorer.score(whole.group.prompt, whole.group.rollouts[k])
-                if now.outcome not in _VERDICTS:  # it says nothing about the one of then
-                    failed.append(f"{now.outcome}: {' '.join(now.detail.split()):.200}")
-                    continue
-                count += 1
-                if (now.value, now.outcome, now.raw) != (then.value, then.outcome, then.raw):
-                    told = f"reward {then.value} ({then.outcome})"
-                    what = f"{told}, computed again {now.value} ({now.outcome})"
-                    findings.append(Finding(check=name, where=where, what=what))
-    if failed:
+    if failed := found.failed:
         left.append(f"{name}: {len(failed)} scores, for which there was no verdict now: {failed[0]}")
-    return name, f"{count} computed again" if count else "", findings, left
+    return name, f"{found.count} computed again" if found.count else "", found.findings, left
 
 
-def _scored(record: Lineage, entry: GroupEntry) -> ScoredGroup | None:
-    """The group that an entry is of; None if it can't be read, as `content` tells."""
+async def _again(found: _Compared, name: str, then: ScoredGroup, scorer: Scorer) -> None:
+    """Compare each score of a group with what the reward gives now."""
+    for k, score in enumerate(then.scores):
+        where = f"{then.group.id}/{k}"
+        if score.outcome not in _VERDICTS:
+            told = f"reward {score.value} without a verdict ({score.outcome}), which counts as 0"
+            found.findings += [Finding(check=name, where=where, what=told)] if score.value else []
+            continue
+        now = await scorer.score(then.group.prompt, then.group.rollouts[k])
+        if now.outcome not in _VERDICTS:  # it says nothing about the one of then
+            found.failed.append(f"{now.outcome}: {' '.join(now.detail.split()):.200}")
+            continue
+        found.count += 1
+        if (now.value, now.outcome, now.raw) != (score.value, score.outcome, score.raw):
+            told = f"reward {score.value} ({score.outcome})"
+            what = f"{told}, computed again {now.value} ({now.outcome})"
+            found.findings.append(Finding(check=name, where=where, what=what))
+
+
+def _scored(record: Lineage, name: str) -> ScoredGroup | None:
+    """The group of this id; None if it can't be read, as `content` tells."""
     try:
-        whole = record.group(entry.scores.id if entry.scores else entry.id)
+        whole = record.group(name)
     except (ValueError, KeyError, IndexError, OSError):
         return None
     return whole if isinstance(whole, ScoredGroup) else None
@@ -125,11 +137,12 @@ class _Recorded:
 
 async def _advantages(record: Lineage, node: str, component: object) -> Result:
     name = f"advantages of {node}"
-    batches = [b for b in record.batches.values() if b.edge == node]
     if not isinstance(component, GroupAdvantage):
         return name, "", [], [f"{name}: {type(component).__name__} can't be run again by itself"]
     findings: list[Finding] = []
-    for entry in batches:
+    count = 0
+    for entry in (b for b in record.batches.values() if b.edge == node):
+        count += 1
         try:
             then = record.batch(entry.id)
             groups = [record.group(parent) for parent in entry.parents]
@@ -144,7 +157,7 @@ async def _advantages(record: Lineage, node: str, component: object) -> Result:
             made = [out async for out in outputs]
         if why := _differs(made, then):
             findings.append(Finding(check=name, where=entry.id, what=why))
-    return name, f"{len(batches)} batches computed again", findings, []
+    return name, f"{count} batches computed again", findings, []
 
 
 def _differs(made: list[Record], then: Batch) -> str:

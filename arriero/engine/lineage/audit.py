@@ -92,18 +92,18 @@ def _ledger(record: Lineage) -> Iterator[Finding]:
             what=f"was admitted and neither trained nor dropped (so were {ledger.in_flight - 1} others)",
         )
     yield from _back(record, ledger)
-    admitted = {a.origin: a for a in record.admitted}
+    admitted = {a.origin: (a.id, a.row, a.epoch, a.min_version) for a in record.admitted}
     for g in record.groups.values():
         for k in origins_of(g):
-            a = admitted.get(k)
-            if a is None or (a.id, a.row, a.epoch) != (g.prompt.id, g.prompt.row, g.prompt.epoch):
+            *known, version = admitted.get(k, ("", -1, -1, -1))
+            if known != [g.prompt.id, g.prompt.row, g.prompt.epoch]:
                 yield Finding(
                     check="ledger",
                     where=g.id,
                     what=f"is of prompt {g.prompt.id}, number {k}; not admitted so",
                 )
-            elif a.min_version != g.prompt.min_version:
-                what = f"is of prompt {g.prompt.id}, admitted for version {a.min_version} and not as it says"
+            elif version != g.prompt.min_version:
+                what = f"is of prompt {g.prompt.id}, admitted for version {version} and not as it says"
                 yield Finding(check="ledger", where=g.id, what=what)
 
 

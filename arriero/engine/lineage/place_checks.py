@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
+from arriero.engine.lineage.content import Columns
 from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.schemas.lineage import Place
@@ -41,22 +41,19 @@ def places(record: Lineage) -> Iterator[Finding]:
 
 
 def _index(record: Lineage) -> Iterator[Finding]:
-    for place, groups in record.indexed:
+    for place, due in record.indexed:
         where = f"the index at {place.part}/{place.start}"
-        rows = [
-            (g.arrays.part, start, length)
-            for g in groups
-            for start, length in zip(accumulate(g.lengths, initial=g.arrays.start), g.lengths, strict=False)
-        ]
-        rewards = [v for g in groups for v in (g.scores.values if g.scores else (math.nan,) * len(g.lengths))]
         try:
             found = record.index(place)
         except (KeyError, ValueError, OSError) as error:
             yield Finding(check="content", where=where, what=f"can't be read: {error!r:.120}")
             continue
-        at = np.lexsort((found["rows"][:, 1], found["rows"][:, 0]))  # groups stand in any order
-        due = sorted(zip(rows, rewards, strict=True), key=lambda pair: pair[0])
-        same_rows = np.array_equal(found["rows"][at], np.array([row for row, _ in due], np.int64))
-        told = [reward for _, reward in due]
-        if not same_rows or not np.array_equal(found["rewards"][at], told, equal_nan=True):
+        a, b = _in_order(found), _in_order(due)  # groups stand in any order
+        if any(not np.array_equal(a[name], b[name], equal_nan=name == "rewards") for name in a):
             yield Finding(check="content", where=where, what="says other places or rewards than the record")
+
+
+def _in_order(index: Columns) -> Columns:
+    """By part and start."""
+    at = np.lexsort((index["rows"][:, 1], index["rows"][:, 0]))
+    return {name: values[at] for name, values in index.items()}

@@ -1,9 +1,13 @@
-"""A record, read: its entries in memory, its content from where it stands when it is asked for."""
+"""A record, read: its entries packed in memory, its content from where it stands when it is asked for."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +24,7 @@ from arriero.engine.lineage.content import (
     group_of,
     pieces,
 )
+from arriero.engine.lineage.packed import ById, Events
 from arriero.engine.lineage.spaces import Spaces
 from arriero.engine.runtime.ledger import effective
 from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Learned, Resumed, Trained
@@ -39,10 +44,11 @@ from arriero.schemas.lineage import (
     RunEntry,
     WeightsEntry,
 )
-from arriero.schemas.messages import Batch, RolloutGroup, ScoredGroup
+from arriero.schemas.messages import Batch, Message, RolloutGroup, ScoredGroup
 from arriero.schemas.run import RunOptions
 
 FOLDER = "lineage"
+E = TypeVar("E", bound=Message)
 _NOWHERE = Place(part=0, start=0, size=0)
 
 
@@ -74,33 +80,38 @@ class Lineage:
         self._spaces = Spaces(self.url)
         self.opened: Opened | None = None
         self.closed: Closed | None = None
-        self.events: list[Event] = []  # as they were written
-        self.history: list[Event] = []  # those of them that count, since a run that goes on may undo some
-        self.groups: dict[str, GroupEntry] = {}  # by the id under which samples name them
-        self.batches: dict[str, BatchEntry] = {}  # the last one seen of each id
-        self.records: dict[str, RecordEntry] = {}
+        self.events = Events()  # as they were written
+        self.history = self.events  # those of them that count, since a run that goes on may undo some
+        self.steps: list[Trained] = []  # of these
+        self._left_out: defaultdict[str, set[str]] = defaultdict(set)  # groups that each node dropped
+        self.groups = ById(GroupEntry, kept=512)  # by the id under which samples name them
+        self.batches = ById(BatchEntry, kept=4)  # the last one seen of each id
+        self.records = ById(RecordEntry, kept=64)
         self.replaced: list[GroupEntry | BatchEntry | RecordEntry] = []  # made anew since under the same id
         self._weights: dict[tuple[str, int], WeightsEntry] = {}  # by loop and version
         self.run: list[RunEntry] = []
+        self.resumed = False  # whether the run went on after all of it had ended
         self.redacted: set[str] = set()  # ids of groups, records and batches of which something is gone
         self.reasons: list[str] = []  # for which
         self.late: list[str] = []  # entries behind the end that have no business there
         self.since: list[str] = []  # what came since the record was first closed
-        self.ends: list[
-            Anchor
-        ] = []  # the heads since the record was closed: at first, and as it was redacted
+        # The heads since the record was closed: at first, and as it was redacted.
+        self.ends: list[Anchor] = []
         self.twice: list[str] = []  # ids recorded more than once on one edge
-        self.indexed: list[tuple[Place, list[GroupEntry]]] = []  # what each commit added to the space `index`
-        self._fresh: list[GroupEntry] = []  # groups with arrays of their own, since the last commit
-        self._arrays: set[tuple[int, int]] = set()
+        self.indexed: list[tuple[Place, Columns]] = []  # what each commit added to the space `index`
+        self._rows: list[
+            tuple[int, int, int]
+        ] = []  # of groups with arrays of their own, since the last commit
+        self._rewards: list[float] = []
+        self._arrays: defaultdict[int, set[int]] = defaultdict(set)  # where they start, by part
         self._walk = Walk()
-        self._edges: set[tuple[str, str]] = set()
+        self._edges: defaultdict[str, set[str]] = defaultdict(set)  # ids that each has carried
         # Versions that a changed trainer, going on without a checkpoint, makes again from recorded batches.
         self._otherwise: set[tuple[str, int]] = set()
         self._reopened = ""  # the entry that opened it again; until the run says that it goes on
         for line in self._whole():
             if (entry := self._walk.take(line)) is not None:
-                self._sort(entry)
+                self._sort(entry, line.body)
                 self._follow(entry)
         if not self._walk.count:
             raise ChainError(no_record(self.url))
@@ -117,36 +128,45 @@ class Lineage:
         """What is the first of the chain that doesn't hold; empty if all does."""
         return self._walk.broken
 
-    def _sort(self, entry: Entry) -> None:
+    def _sort(self, entry: Entry, body: bytes) -> None:
         match entry:
             case Noted():
-                self._hear(entry.event)
+                self._hear(entry.event, body)
             case GroupEntry():
                 self._once(entry.edge, name := entry.scores.id if entry.scores else entry.id)
                 self._replace(self.groups.get(name))
-                self.groups[name] = entry
-                if (place := (entry.arrays.part, entry.arrays.start)) not in self._arrays:
-                    self._arrays.add(place)
-                    self._fresh.append(entry)
+                self.groups.put(name, body)
+                self._index(entry)
             case BatchEntry():
                 self._once(entry.edge, entry.id)
                 self._replace(self.batches.get(entry.id))
-                self.batches[entry.id] = entry
+                self.batches.put(entry.id, body)
             case RecordEntry():
                 self._once(entry.edge, entry.id)
                 self._replace(self.records.get(entry.id))
-                self.records[entry.id] = entry
+                self.records.put(entry.id, body)
             case WeightsEntry():
                 self._announce(entry)
             case RunEntry():
                 self.run.append(entry)
             case Opened():
                 self.opened = self.opened or entry
-            case Committed() if self._fresh:
-                self.indexed.append((entry.ends.get("index", _NOWHERE), self._fresh))
-                self._fresh = []
+            case Committed() if self._rows:
+                columns = {"rows": np.array(self._rows, np.int64), "rewards": np.array(self._rewards)}
+                self.indexed.append((entry.ends.get("index", _NOWHERE), columns))
+                self._rows, self._rewards = [], []
             case _:
                 pass
+
+    def _index(self, group: GroupEntry) -> None:
+        """Its rollouts are in `index`, unless an earlier node's group has the same arrays."""
+        part, start = group.arrays.part, group.arrays.start
+        if start in self._arrays[part]:
+            return
+        self._arrays[part].add(start)
+        starts = accumulate(group.lengths, initial=start)
+        self._rows += [(part, at, length) for at, length in zip(starts, group.lengths, strict=False)]
+        self._rewards += group.scores.values if group.scores else (math.nan,) * len(group.lengths)
 
     def _replace(self, before: GroupEntry | BatchEntry | RecordEntry | None) -> None:
         if before is not None:
@@ -190,21 +210,28 @@ class Lineage:
                 pass
 
     def _once(self, edge: str, name: str) -> None:
-        if (edge, name) in self._edges:
+        if name in self._edges[edge]:
             self.twice.append(f"{name} on {edge}")
-        self._edges.add((edge, name))
+        self._edges[edge].add(name)
 
     @property
     def anchor(self) -> Anchor:
         """The head of the chain, as far as it is whole."""
         return self._walk.anchor
 
-    def _hear(self, event: Event) -> None:
-        self.events.append(event)
+    def _hear(self, event: Event, body: bytes) -> None:
+        self.events.put(body)
         if not isinstance(event, Resumed):
-            self.history.append(event)
+            if self.history is not self.events:
+                self.history.put(body)
+            self._count(event)
             return
-        self.history = effective(self.events)
+        self.resumed = True
+        self.history = Events(effective(self.events))
+        self.steps.clear()
+        self._left_out.clear()
+        for kept in self.history:
+            self._count(kept)
         changed = "".join(f", {what}" for what in event.changed)
         self.since += [f"went on from {event.versions}{changed}"] if self.ends else []
         newest = max(event.versions.values(), default=0)
@@ -212,10 +239,14 @@ class Lineage:
         self._otherwise = {*self._weights} if event.changed else set()
         self._edges.clear()  # what was under way is made anew, under the same names
 
-    @property
-    def resumed(self) -> bool:
-        """Whether the run went on after all of it had ended."""
-        return any(isinstance(event, Resumed) for event in self.events)
+    def _count(self, event: Event) -> None:
+        match event:
+            case Trained():
+                self.steps.append(event)
+            case DroppedEvent():
+                self._left_out[event.node].add(event.parent)
+            case _:
+                pass
 
     @property
     def weights(self) -> list[WeightsEntry]:
@@ -225,20 +256,19 @@ class Lineage:
     # --- content ------------------------------------------------------------------------------------------
 
     @property
-    def steps(self) -> list[Trained]:
-        return [e for e in self.history if isinstance(e, Trained)]
+    def admitted(self) -> Iterator[Admitted]:
+        return self._those(Admitted)
 
     @property
-    def admitted(self) -> list[Admitted]:
-        return [e for e in self.history if isinstance(e, Admitted)]
+    def dropped(self) -> Iterator[DroppedEvent]:
+        return self._those(DroppedEvent)
 
     @property
-    def dropped(self) -> list[DroppedEvent]:
-        return [e for e in self.history if isinstance(e, DroppedEvent)]
+    def evaluated(self) -> Iterator[Evaluated]:
+        return self._those(Evaluated)
 
-    @property
-    def evaluated(self) -> list[Evaluated]:
-        return [e for e in self.history if isinstance(e, Evaluated)]
+    def _those(self, kind: type[E]) -> Iterator[E]:
+        return (event for event in self.history if isinstance(event, kind))
 
     def arrays(self, group: GroupEntry) -> Columns:
         """The four token arrays of all its rollouts, one after the other."""
@@ -290,7 +320,7 @@ class Lineage:
     def trained_batch(self, step: Trained) -> Batch:
         """What the step was made from: its batch without the groups that the trainer dropped as stale."""
         batch = self.batch(step.batch)
-        gone = {d.parent for d in self.dropped if d.node == step.node} & {s.group for s in batch.samples}
+        gone = self._left_out[step.node] & {s.group for s in batch.samples}
         return batch.without(frozenset(gone)) if gone else batch
 
     def learned_batches(self, step: Learned) -> tuple[Batch, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain as chain_of
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,8 @@ def redact(record: Lineage, origins: Collection[int], *, reason: str) -> Redacti
         chain.commit([found], chain.last or Committed())
     spaces = Spaces(record.url, chain.last.ends if chain.last else None)
     gone = _Gone(spaces)
-    for entry in (
-        *record.groups.values(),
-        *record.records.values(),
-        *record.batches.values(),
-        *record.replaced,
+    for entry in chain_of(
+        record.groups.values(), record.records.values(), record.batches.values(), record.replaced
     ):
         gone.add(entry, wanted)
     gone.overwrite()
