@@ -210,5 +210,5 @@ def test_a_receiver_whose_sender_dies_is_told_within_its_bound(
         assert receiver.ask("take") == 0
         assert receiver.ask("newest", 0, 0.1) is None
     else:
-        with pytest.raises(Failed, match=r"WeightError: source rank 0 at 127\.0\.0\.1:\d+"):
+        with pytest.raises(Failed, match=r"SenderGone: source rank 0 at 127\.0\.0\.1:\d+"):
             receiver.ask("take")

@@ -143,7 +143,8 @@ class Generator:
         self, prompts: Stream[Prompt], weights: Stream[Weights], backlog: Backlog = NO_BACKLOG
     ) -> AsyncIterator[RolloutGroup | Dropped]:
         context, policy = current(), self.stragglers
-        in_tail = context.replica >= context.replicas - policy.tail_replicas
+        # Who joins later takes prompts.
+        in_tail = context.replicas - policy.tail_replicas <= context.replica < context.replicas
         queue = PromptQueue(self, prompts, backlog, in_tail=in_tail)
         if in_tail:
             await backlog.refuse_prompts()
@@ -157,7 +158,8 @@ class Generator:
             intake = WeightIntake(weights, work, compute, beside=self.receives_beside)
             lane = self._lane(weights, context, compute)
             try:
-                await intake.reach(0)
+                if not await intake.begin():
+                    return
                 if context.deterministic:
                     decode = self._one_by_one(queue, intake, work, compute)
                 else:
@@ -253,8 +255,8 @@ class Generator:
     ) -> AsyncIterator[RolloutGroup | Dropped | Continuation]:
         while await queue.wait():
             while (record := queue.next(work.room)) is not None:
-                await intake.use(prompt_of(record).min_version)
-                if (refused := work.add(record)) is not None:
+                refused = await intake.exactly_for(prompt_of(record)) or work.add(record)
+                if refused is not None:
                     yield refused
                 while not work.idle:
                     for out in await compute(work.step):

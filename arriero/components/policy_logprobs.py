@@ -21,11 +21,11 @@ from arriero.components.compute import ComputeThread, own_device
 from arriero.components.masked import on_mask
 from arriero.components.model_directory import HasModel, check_model_directory, vocabulary_problem
 from arriero.components.planning import Layout
-from arriero.components.weight_intake import WeightIntake
+from arriero.components.weight_intake import NoMoreVersions, WeightIntake
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import Context, current
 from arriero.engine.stream import Stream
-from arriero.schemas.messages import Batch, Weights
+from arriero.schemas.messages import Batch, Dropped, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class PolicyLogprobs:
         for first in samplers[:1]:
             yield from vocabulary_problem(self.model, first.model)
 
-    async def run(self, batches: Stream[Batch], weights: Stream[Weights]) -> AsyncIterator[Batch]:
+    async def run(self, batches: Stream[Batch], weights: Stream[Weights]) -> AsyncIterator[Batch | Dropped]:
         context = current()
         if context.next_version is None:
             raise RuntimeError(f"{context.node} doesn't fire once per version; put it before the critic")
@@ -64,9 +64,13 @@ class PolicyLogprobs:
             try:
                 async for batch in batches:
                     version = await context.next_version()
-                    # After a start of this node a newer one may be there, which does as well.
-                    await (intake.use(version) if context.deterministic else intake.reach(version))
-                    yield await compute(follower.read, batch)
+                    try:
+                        # After a start of this node a newer one may be there, which does as well.
+                        await (intake.use(version) if context.deterministic else intake.reach(version))
+                    except NoMoreVersions as over:
+                        yield Dropped(parent=batch.id, reason="end_of_run", detail=str(over))
+                    else:
+                        yield await compute(follower.read, batch)
             finally:
                 await compute(follower.close)
 

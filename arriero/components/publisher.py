@@ -60,6 +60,8 @@ class Publisher:
     def __init__(self, state: Learner, plane: WeightPlane, context: Context) -> None:
         self._state, self._plane = state, plane
         self._sender: WeightSender | None = None
+        # A new loop in an old run: nobody has the last version, and evaluations of it may be due.
+        self._somebody_comes = context.announced < 0 and bool(context.made)
         self._first = not context.rank
         self._named: Mapping[str, str] = {}
         if context.loop:
@@ -78,7 +80,7 @@ class Publisher:
     def close(self) -> None:
         """Wait until generators have what only this process holds, within the bound, and close."""
         if self._sender is not None:
-            self._sender.close()
+            self._sender.close(somebody_comes=self._somebody_comes)
 
     def _open(self, context: Context) -> WeightSender:
         import torch.distributed as dist

@@ -75,8 +75,8 @@ async def one_by_one(
 ) -> AsyncIterator[R | Dropped]:
     """Each prompt alone, with exactly the version it was admitted for."""
     async for prompt in prompts:
-        await intake.use(prompt.min_version)
-        work.add(prompt)
+        if (refused := await intake.exactly_for(prompt) or work.add(prompt)) is not None:
+            yield refused
         while not work.idle:
             for record in await compute(work.step):
                 yield record

@@ -34,7 +34,7 @@ from arriero.components.model_directory import loading
 from arriero.components.rollout_engine import Completion, Request, check_requests
 from arriero.components.sampling import StopStrings
 from arriero.components.vllm_start import leave, sleeps, start
-from arriero.engine.weights import StaleWeights, WeightError
+from arriero.engine.weights import SenderGone, StaleWeights, WeightError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,9 +165,10 @@ class VLLMEngine:
         ended = [rank for rank in ranks if rank is not None]
         if len(ended) < len(ranks):
             return False
-        for rank in sorted(ended, key=lambda rank: rank.stale):  # an error before what may be tried again
+        for rank in sorted(ended, key=lambda rank: rank.stale or rank.gone):  # an error before what is none
             if rank.error:
-                raise (StaleWeights if rank.stale else WeightError)(rank.error)
+                kind = StaleWeights if rank.stale else SenderGone if rank.gone else WeightError
+                raise kind(rank.error)
         self._ready = manifest.version
         return True
 

@@ -28,7 +28,7 @@ from arriero.components.engine_layout import engine_layout
 from arriero.components.head_padding import HeadPadding
 from arriero.components.vllm_loading import Twin, load
 from arriero.components.vllm_parts import Part
-from arriero.engine.weights import StaleWeights, WeightError, WeightReceiver
+from arriero.engine.weights import SenderGone, StaleWeights, WeightError, WeightReceiver
 from arriero.schemas.layouts import RankLayout
 from arriero.schemas.weights import WeightManifest
 
@@ -39,11 +39,12 @@ _LEAVE_S = 5.0
 class Arrived:
     """What came of a version on one rank; of data alone, for it may travel between processes.
 
-    `stale`: it was overwritten before it could be read.
+    `stale`: it was overwritten before it could be read; `gone`: its sender has ended or died.
     """
 
     error: str = ""
     stale: bool = False
+    gone: bool = False
 
 
 class WeightIntake:
@@ -150,6 +151,8 @@ class _Intake:
                 self.twin.fill(self.tensors())
         except StaleWeights as error:
             return Arrived(str(error), stale=True)
+        except SenderGone as error:
+            return Arrived(str(error), gone=True)
         except WeightError as error:
             return Arrived(str(error))
         return Arrived()

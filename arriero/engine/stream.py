@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from arriero.engine.errors import GraphError
 from arriero.schemas.messages import Dropped
@@ -18,6 +18,13 @@ class Source(Protocol[T_co]):
     async def next(self) -> T_co | None: ...
     def poll(self) -> T_co | None: ...
     async def at(self, version: int) -> T_co: ...
+
+
+@runtime_checkable
+class Announces(Protocol[T_co]):
+    """A source that is a loop."""
+
+    async def instead(self, version: int, announced: str, *, exactly: bool = False) -> T_co | None: ...
 
 
 class Versioned(Protocol):
@@ -45,7 +52,10 @@ class Stream(Generic[T_co]):
         return record
 
     async def next(self) -> T_co | None:
-        """The next record, waited for; None at the end of the stream. Of a loop: a newer version."""
+        """The next record, waited for; None at the end of the stream.
+
+        Of a loop: a newer version; None when its producer has ended, so that there will be none.
+        """
         return await self._running().next()
 
     def poll(self) -> T_co | None:
@@ -53,8 +63,23 @@ class Stream(Generic[T_co]):
         return self._running().poll()
 
     async def at(self, version: int) -> T_co:
-        """Of a loop: exactly this version, waited for. Raises LookupError if it is no longer kept."""
+        """Of a loop: exactly this version, waited for.
+
+        Raises LookupError if it is no longer kept, or if the loop's producer has ended without it.
+        """
         return await self._running().at(version)
+
+    async def instead(self, version: int, announced: str, *, exactly: bool = False) -> T_co | None:
+        """Of a loop: what to take where this version, announced as `announced`, is not to be had any more.
+
+        The same version, announced anew by a producer that started again, or (not `exactly`) a newer one;
+        waited for. None when the producer has ended, so that there will be neither.
+        """
+        live = self._running()
+        if not isinstance(live, Announces):
+            raise TypeError(f"stream {self.source} is no loop; only a loop has versions")
+        loop = cast("Announces[T_co]", live)  # the check at run time knows no parameter
+        return await loop.instead(version, announced, exactly=exactly)
 
     def _running(self) -> Source[T_co]:
         if self._live is None:

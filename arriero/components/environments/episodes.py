@@ -94,7 +94,8 @@ class Episodes:
             intake = WeightIntake(weights, work, compute, beside=self.generator.receives_beside)
             lane = self._lane(weights, context, compute)
             try:
-                await intake.reach(0)
+                if not await intake.begin():
+                    return
                 if context.deterministic:
                     drive = one_by_one(prompts, intake, work, compute)
                 else:

@@ -86,6 +86,7 @@ class Progress:
         self._ended: dict[str, set[int]] = {n.name: set() for n in spec.nodes}
         self._sinks = [n.name for n in spec.nodes if not spec.consumers(n.name)]
         self.consumers_left = {n.name: asyncio.Event() for n in spec.nodes if spec.consumers(n.name)}
+        self.loops_over = {loop.name: asyncio.Event() for loop in spec.loops}
         self.sinks_ended = asyncio.Event()
         self.stopped = asyncio.Event()
 
@@ -107,5 +108,8 @@ class Progress:
         for name, event in self.consumers_left.items():
             if all(self.ended(c.name) for c, _ in self._spec.consumers(name)):
                 event.set()
+        for loop in self._spec.loops:
+            if self.ended(loop.producer):
+                self.loops_over[loop.name].set()
         if all(self.ended(name) for name in self._sinks):
             self.sinks_ended.set()

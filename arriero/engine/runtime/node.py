@@ -356,6 +356,7 @@ class NodeRunner:
                 clock=self.clock,
                 keep=self.context.staleness + 2,
                 keep_every=self.context.evaluates_every,
+                over=self.progress.loops_over[stream.source],
             )
             self._loop_inputs.append(live)
         else:

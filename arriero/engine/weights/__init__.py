@@ -1,6 +1,6 @@
 """The weight plane: new weights from the trainer into running generators, verified tensor by tensor."""
 
-from arriero.engine.weights.layout import StaleWeights, WeightError
+from arriero.engine.weights.layout import SenderGone, StaleWeights, WeightError
 from arriero.engine.weights.live_layout import replicated_layout
 from arriero.engine.weights.plan import Plan, plan_weights
 from arriero.engine.weights.plane import WeightReceiver, WeightSender
@@ -13,6 +13,7 @@ from arriero.engine.weights.shm import destroy
 __all__ = [
     "GroupRanks",
     "Plan",
+    "SenderGone",
     "ShardReceiver",
     "ShardSender",
     "StaleWeights",

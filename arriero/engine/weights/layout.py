@@ -37,6 +37,13 @@ class StaleWeights(WeightError):
     """
 
 
+class SenderGone(WeightError):
+    """Whoever sent this version has ended or died, or doesn't answer.
+
+    It may be announced anew by whoever comes after; else it isn't to be had any more.
+    """
+
+
 def dtype_name(name: str, tensor: Tensor) -> DType:
     """Name of the dtype; WeightError if the bytes of this tensor can't be sent as they are."""
     if hasattr(tensor, "to_local"):

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from arriero.engine.weights.layout import WeightError
+from arriero.engine.weights.layout import SenderGone, WeightError
 
 MAX_MESSAGE_BYTES = 256 << 20  # a manifest of a very large model has some MB
 HANDSHAKE_S = 10.0
@@ -119,5 +119,5 @@ def prove(link: Link, secret: bytes, *, first: bool) -> None:
 
 def _within(link: Link) -> bytes:
     if not link.poll(HANDSHAKE_S):
-        raise WeightError(f"no answer within {HANDSHAKE_S:.0f} s")
+        raise SenderGone(f"no answer within {HANDSHAKE_S:.0f} s")
     return link.recv_bytes(64)

@@ -64,7 +64,7 @@ class LeaseServer:
         self._manifest: WeightManifest | None = None
         self._visitors: dict[str, Visitor] = {}
         self._links: dict[messages.Link, Thread] = {}
-        self._closed = False
+        self._visited = self._closed = False
         Thread(target=self._accept, name="arriero-weights", daemon=True).start()
 
     def free(self, slot: int, timeout_s: float) -> tuple[str, ...]:
@@ -95,6 +95,11 @@ class LeaseServer:
                 lambda: self._closed or any(v.slot is not None for v in self._visitors.values()), within_s
             )
 
+    def await_visitor(self, within_s: float) -> bool:
+        """Whether a receiver has ever joined, now or within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._visited, within_s)
+
     def outcomes(self) -> Mapping[str, Outcome]:
         with self._changed:
             return {name: visitor.outcome for name, visitor in self._visitors.items()}
@@ -104,6 +109,9 @@ class LeaseServer:
             self._closed = True
             self._changed.notify_all()
             links = list(self._links.items())
+        # Closing it would not wake the thread that accepts from it either, and that would let one more in.
+        with suppress(OSError):
+            socket.create_connection(self.address, _CLOSE_S).close()
         with suppress(OSError):
             self._listener.close()
         for link, _ in links:
@@ -123,6 +131,9 @@ class LeaseServer:
                     return  # closed
                 time.sleep(0.01)  # too many open files: those who try again may find room
                 continue
+            if self._closed:
+                link.close()
+                return
             thread = Thread(target=self._visit, args=(link,), name="arriero-receiver", daemon=True)
             with self._changed:
                 self._links[link] = thread
@@ -168,6 +179,8 @@ class LeaseServer:
         visitor = Visitor(join.name)
         with self._changed:
             self._visitors[join.name] = visitor
+            self._visited = True
+            self._changed.notify_all()
         return visitor, serve
 
     def _answer(self, visitor: Visitor, request: messages.Request) -> messages.Answer:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from arriero.engine.weights.copying import Bytes, warm_buffer
-from arriero.engine.weights.layout import WeightError
+from arriero.engine.weights.layout import SenderGone, WeightError
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import Ranks
 from arriero.engine.weights.served import ServedInlet, ServedOutlet, Serving
@@ -168,7 +168,7 @@ class NixlInlet(ServedInlet):
             agent,
         )
         if self._agent.transfer(handle) == "ERR":
-            raise WeightError(f"source rank {batch[0].source}: NIXL can't begin to read")
+            raise SenderGone(f"source rank {batch[0].source}: NIXL can't begin to read")
         return handle, places
 
     def _arrived(self, batch: Sequence[Span], handle: Any, places: Sequence[Bytes]) -> Iterator[Bytes]:
@@ -176,9 +176,9 @@ class NixlInlet(ServedInlet):
         until = time.monotonic() + self._bound_s
         while (state := self._agent.check_xfer_state(handle)) != "DONE":
             if state == "ERR" or self.sources[source].gone:
-                raise WeightError(f"source rank {source} is gone while its weights are read")
+                raise SenderGone(f"source rank {source} is gone while its weights are read")
             if time.monotonic() > until:
-                raise WeightError(f"source rank {source}: no bytes for {self._bound_s:.0f} s")
+                raise SenderGone(f"source rank {source}: no bytes for {self._bound_s:.0f} s")
             time.sleep(50e-6)  # NIXL gives nothing to wait on
         handle.release()
         yield from places

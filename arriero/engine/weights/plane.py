@@ -16,7 +16,7 @@ from arriero.engine.weights.plan import Plan, plan_weights
 from arriero.engine.weights.ranks import OneRank, Ranks
 from arriero.engine.weights.receiver import ShardReceiver
 from arriero.engine.weights.sender import ShardSender
-from arriero.engine.weights.served import Serving
+from arriero.engine.weights.served import ServedOutlet, Serving
 from arriero.engine.weights.shm_transport import ShmInlet, ShmOutlet
 from arriero.engine.weights.store_transport import StoreInlet, StoreOutlet
 from arriero.engine.weights.transport import Inlet, Outlet
@@ -87,7 +87,8 @@ class WeightSender:
         )
         outlet = open_outlet(transport, url, plan, ranks, serving)
         self.shards = ShardSender(outlet, plan, layout, ranks)
-        self._stays, self._bound_s = transport in ("shm", "store"), lease_timeout_s
+        self._served = outlet if isinstance(outlet, ServedOutlet) else None
+        self._bound_s = lease_timeout_s
         self._last: int | None = None
 
     @property
@@ -108,14 +109,17 @@ class WeightSender:
         """As `ShardSender.failures`."""
         return self.shards.failures()
 
-    def close(self) -> None:
+    def close(self, *, somebody_comes: bool = False) -> None:
         """Give the buffers back. What lies in shared memory or a store stays until the run's owner goes.
 
         With the other transports it ends with these processes, so they wait first, within the bound of a
-        lease, until every receiver has taken the last version or has left.
+        lease, until every receiver has taken the last version or has left. With `somebody_comes` they wait
+        as long for the first receiver, if there was none yet.
         """
-        if self._last is not None and not self._stays:
+        if self._last is not None and self._served is not None:
             if not self._ranks.rank:
+                if somebody_comes:
+                    self._served.await_visitor()
                 self.shards.report(self._last, timeout_s=self._bound_s)
             self._ranks.gather(b"")
         self.shards.close()
