@@ -105,7 +105,7 @@ class Trapped:
 
     def __init__(self, inlet: Inlet, trap: Trap) -> None:
         self._inlet, self._trap = inlet, trap
-        self.stable = inlet.stable
+        self.stable, self.carried = inlet.stable, inlet.carried
 
     def newest(self, after: int = -1, wait_s: float = 0.0) -> WeightManifest | None:
         return self._inlet.newest(after, wait_s)

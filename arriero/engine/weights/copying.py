@@ -83,8 +83,9 @@ def store(source: Tensor | Bytes, slot: Bytes, staging: Staging) -> str:
 
 def fingerprint(tensor: Tensor | Bytes, staging: Staging) -> str:
     """Fingerprint of the bytes of a tensor in C order, read from where they are."""
+    view = held(tensor) if isinstance(tensor, Tensor) else tensor
     state = xxhash.xxh3_128()
-    for chunk in _host_chunks(tensor, staging):
+    for chunk in _host_chunks(view, staging) if isinstance(view, Tensor) else (view,):
         state.update(chunk.data)
     return state.hexdigest()
 

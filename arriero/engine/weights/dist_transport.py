@@ -8,10 +8,10 @@ and the source serves it in a thread of its own: a receiver that hangs or dies b
 # torch.distributed exports its stores and groups without saying so, and annotates some functions in part.
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from threading import Lock
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from arriero.engine.weights.copying import Bytes, warm_buffer
-from arriero.engine.weights.layout import SenderGone, WeightError
+from arriero.engine.weights.layout import WeightError
 from arriero.engine.weights.lease_messages import Join, Send
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import Ranks
@@ -32,7 +32,10 @@ from arriero.schemas.weights import WeightManifest
 
 Backend = Literal["gloo", "nccl"]
 _SOURCE, _RECEIVER = 0, 1
-_AHEAD_BYTES = 4 * SPAN_BYTES  # under way while a span is verified
+_AHEAD_BYTES = 4 * SPAN_BYTES  # under way while what has arrived is verified
+_TURN_BYTES = (
+    SPAN_BYTES  # waited for together: to wake a thread for each message costs as much as a small one
+)
 
 
 class _Pair(Protocol):
@@ -91,6 +94,18 @@ class DistOutlet(ServedOutlet):
         part, bound = torch.from_numpy(self.slots[slot]), timedelta(seconds=self._send_timeout_s)
         works: deque[tuple[int, dist.Work]] = deque()
         ahead = 0
+
+        def wait(most: int) -> None:
+            """Until at most so many bytes are under way; the last message first, for they go in turn."""
+            nonlocal ahead
+            turn: list[dist.Work] = []
+            while works and ahead > most:
+                size, work = works.popleft()
+                ahead -= size
+                turn.append(work)
+            for work in reversed(turn):
+                work.wait(bound)
+
         for offset, nbytes in spans:
             if offset < 0 or nbytes < 0 or offset + nbytes > self.part_bytes:
                 raise WeightError(f"bytes {offset} to {offset + nbytes} of {self.part_bytes} asked for")
@@ -98,16 +113,15 @@ class DistOutlet(ServedOutlet):
             data = data if self._device is None else data.to(self._device)
             works.append((nbytes, pair.send([data], _RECEIVER, 0)))
             ahead += nbytes
-            while ahead > _AHEAD_BYTES:
-                size, work = works.popleft()
-                work.wait(bound)
-                ahead -= size
-        for _, work in works:
-            work.wait(bound)
+            if ahead > _AHEAD_BYTES:
+                wait(_AHEAD_BYTES - _TURN_BYTES)
+        wait(0)
 
 
 class DistInlet(ServedInlet):
     """A receiver rank's end. `device` is where NCCL receives; the bytes are then verified on the host."""
+
+    carried = True
 
     def __init__(
         self,
@@ -130,36 +144,33 @@ class DistInlet(ServedInlet):
             wanted.setdefault(span.source, []).append((span.offset, span.nbytes))
         for source, places in wanted.items():
             self.source(source).ask(Send(places))
-        under_way: deque[tuple[Span, dist.Work, Bytes, Tensor]] = deque()
+        under_way: deque[_Posted] = deque()
         ahead = 0
         for span in spans:
             under_way.append(self._post(span))
             ahead += span.nbytes
-            while ahead > _AHEAD_BYTES:
-                ahead -= under_way[0][0].nbytes
-                yield self._arrived(*under_way.popleft())
+            if ahead > _AHEAD_BYTES:
+                turn = _turn(under_way)
+                ahead -= sum(posted.span.nbytes for posted in turn)
+                yield from self._arrived(turn)
         while under_way:
-            yield self._arrived(*under_way.popleft())
+            yield from self._arrived(_turn(under_way))
 
     def welcomed(self, rank: int, extra: bytes) -> None:
         meeting = msgspec.msgpack.decode(extra, type=_Meeting)
         timeout = timedelta(seconds=self._bound_s)
-        try:
-            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
-            self._pairs[rank] = _pair(store, meeting, _RECEIVER, self._bound_s)
-        except RuntimeError as error:
-            self.disconnect(rank)
-            raise SenderGone(f"source rank {rank} has left as we met it: {error}") from error
+        store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+        self._pairs[rank] = _pair(store, meeting, _RECEIVER, self._bound_s)
 
     def disconnect(self, rank: int) -> None:
         super().disconnect(rank)
         self._pairs.pop(rank, None)
 
-    def _post(self, span: Span) -> tuple[Span, dist.Work, Bytes, Tensor]:
+    def _post(self, span: Span) -> "_Posted":
         place = self._staged(span.nbytes) if span.into is None else span.into
         target = torch.from_numpy(place)
         buffer = target if self._device is None else torch.empty_like(target, device=self._device)
-        return span, self._pairs[span.source].recv([buffer], _SOURCE, 0), place, buffer
+        return _Posted(span, self._pairs[span.source].recv([buffer], _SOURCE, 0), place, buffer)
 
     def _staged(self, nbytes: int) -> Bytes:
         """The next bytes of a ring that is larger than what may be under way."""
@@ -170,14 +181,37 @@ class DistInlet(ServedInlet):
         self._staged_to += nbytes
         return self._staging[self._staged_to - nbytes : self._staged_to]
 
-    def _arrived(self, span: Span, work: dist.Work, place: Bytes, buffer: Tensor) -> Bytes:
-        try:
-            work.wait(timedelta(seconds=self._bound_s))
-        except RuntimeError as error:
-            raise SenderGone(f"source rank {span.source} is gone while it sends: {error}") from error
-        if self._device is not None:
-            torch.from_numpy(place).copy_(buffer)
-        return place
+    def _arrived(self, turn: Sequence["_Posted"]) -> Iterator[Bytes]:
+        bound = timedelta(seconds=self._bound_s)
+        for posted in reversed(turn):  # those of one source come in turn: when the last is there, all are
+            try:
+                posted.work.wait(bound)
+            except RuntimeError as error:
+                source = posted.span.source
+                raise WeightError(f"source rank {source} is gone while it sends: {error}") from error
+        for posted in turn:
+            if self._device is not None:
+                torch.from_numpy(posted.place).copy_(posted.buffer)
+            yield posted.place
+
+
+class _Posted(NamedTuple):
+    """What is to arrive; `buffer` is where, on the device of the transport."""
+
+    span: Span
+    work: dist.Work
+    place: Bytes
+    buffer: Tensor
+
+
+def _turn(under_way: deque[_Posted]) -> list[_Posted]:
+    """The next of them, of _TURN_BYTES or all."""
+    turn: list[_Posted] = []
+    size = 0
+    while under_way and size < _TURN_BYTES:
+        turn.append(under_way.popleft())
+        size += turn[-1].span.nbytes
+    return turn
 
 
 def _pair(store: TCPStore, meeting: _Meeting, rank: int, timeout_s: float) -> _Pair:

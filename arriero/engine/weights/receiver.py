@@ -8,13 +8,13 @@ waits for   the transport, bounded
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from typing import Protocol
 
 from torch import Tensor
 
 from arriero.engine.weights.copying import Bytes, Staging
-from arriero.engine.weights.layout import SenderGone, StaleWeights, WeightError
+from arriero.engine.weights.layout import StaleWeights, WeightError
 from arriero.engine.weights.live_layout import whole_layout
 from arriero.engine.weights.plan import Landing, Plan
 from arriero.engine.weights.sender import TASK_BYTES, all_results, default_threads
@@ -56,19 +56,17 @@ class ShardReceiver:
         """Fill existing tensors, in place, and read every one of them back.
 
         Floats are cast to the dtype of `into`. Raises StaleWeights if the version was overwritten: take the
-        newest; SenderGone if there is nobody to have it from; WeightError, naming the tensor or the count,
-        for everything else. Nothing is written if names or shapes don't fit; after an error in the middle,
-        `into` is a mix of versions.
+        newest; WeightError, naming the tensor or the count, for everything else. Nothing is written if names
+        or shapes don't fit; after an error in the middle, `into` is a mix of versions.
         """
         try:
             self._receive(manifest, into)
-        except (StaleWeights, SenderGone):
-            raise  # no outcome: it takes another version next, or nobody hears of it
+        except StaleWeights:
+            raise  # no outcome: it takes the newest version next
         except Exception as error:
             self.failed(manifest.version, f"{type(error).__name__}: {error}")
             raise
-        with suppress(SenderGone):  # what we have is verified all the same
-            self._inlet.report(manifest.version, "")
+        self._inlet.report(manifest.version, "")
 
     def catch_up(
         self, into: Mapping[str, Tensor], after: int = -1, wait_s: float = 0.0
@@ -112,7 +110,8 @@ class ShardReceiver:
             bundled = 0
             try:
                 for (span, landings), data in zip(spans, arriving, strict=True):
-                    if not self._inlet.stable and data is not span.into:
+                    passing = not self._inlet.stable and data is not span.into
+                    if passing or self._inlet.carried:  # no thread is woken for what needs none
                         self._land(manifest, into, [(span, landings, data)])
                         continue
                     bundle.append((span, landings, data))

@@ -105,7 +105,7 @@ class ShmOutlet:
 class ShmInlet:
     """A receiver rank's end. `name` is what the sender calls it, e.g. generator-0/1."""
 
-    stable = True
+    stable, carried = True, False
 
     def __init__(self, url: str, name: str) -> None:
         self._url = url

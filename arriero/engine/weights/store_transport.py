@@ -176,7 +176,7 @@ class StoreOutlet:
 class StoreInlet:
     """A receiver rank's end. `name` is what the sender calls it, e.g. generator-0/1."""
 
-    stable = False
+    stable = carried = False
 
     def __init__(self, url: str, name: str) -> None:
         self._store, self._name = _Store(url), name

@@ -113,6 +113,11 @@ class Inlet(Protocol):
         """What `fetch` gave stays valid until the lease ends, and not only until the next is taken."""
         ...
 
+    @property
+    def carried(self) -> bool:
+        """A thread of the transport goes on receiving meanwhile, so that who fetches may verify as well."""
+        ...
+
     def newest(self, after: int = -1, wait_s: float = 0.0) -> WeightManifest | None:
         """The newest version beyond `after`, if there is one within `wait_s`."""
         ...
