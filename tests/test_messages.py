@@ -320,3 +320,21 @@ def test_a_rollout_of_4096_tokens_is_validated_within_a_fifth_of_a_millisecond()
         Rollout(**values)
         took.append(time.perf_counter() - began)
     assert sorted(took)[len(took) // 2] < 2e-4  # measured: 1e-5
+
+
+@pytest.mark.parametrize(
+    ("made", "values", "key"),
+    [
+        (Rollout, fields(), "seed"),
+        (Prompt, {"text": "?"}, "row"),
+        (Prompt, {"text": "?"}, "epoch"),
+    ],
+)
+def test_numbers_that_a_record_could_not_hold_are_refused_where_they_are_made(
+    made: type[Message], values: Fields, key: str
+) -> None:
+    most = np.iinfo(np.int64).max
+    assert getattr(made(**values, **{key: int(most)}), key) == most
+    for wrong in (int(most) + 1, -1):
+        with pytest.raises(ValidationError, match=f"{key}\n.*(less than 9223372036854775808|or equal to 0)"):
+            made(**values, **{key: wrong})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from pydantic import (
 
 from arriero.schemas.arrays import BoolArray, Float32Array, Int32Array, finite_exactly_where, same_bits
 from arriero.schemas.weights import WeightManifest
+
+Int63 = Annotated[int, Field(ge=0, lt=2**63)]
+"""What the tables of a record hold as 64 bits."""
 
 Split = Literal["train", "eval"]
 Finish = Literal["stop", "length"]
@@ -88,8 +91,8 @@ class Prompt(Record):
     answer: str = ""
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     split: Split = "train"
-    epoch: NonNegativeInt = 0
-    row: NonNegativeInt = 0
+    epoch: Int63 = 0
+    row: Int63 = 0
     source: str = ""
     min_version: NonNegativeInt = 0
 
@@ -110,7 +113,7 @@ class Rollout(Message):
     text: str
     finish: Finish
     temperature: PositiveFloat = 1.0
-    seed: NonNegativeInt = 0
+    seed: Int63 = 0
     greedy: bool = False
 
     @model_validator(mode="after")
@@ -199,8 +202,8 @@ class Example(Record):
     prompt: str
     response: str
     messages: tuple[Said, ...] = ()
-    epoch: NonNegativeInt = 0
-    row: NonNegativeInt = 0
+    epoch: Int63 = 0
+    row: Int63 = 0
 
 
 class Sample(Message):
