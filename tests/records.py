@@ -21,6 +21,7 @@ from arriero.schemas.ledger import (
     Started,
     Stop,
     Trained,
+    Unhealthy,
 )  # fmt: skip
 from arriero.schemas.messages import (
     Batch,
@@ -169,6 +170,10 @@ messages: st.SearchStrategy[Message] = st.one_of(
     ),
     st.builds(Ended, node=names, replica=counts, error=names, traceback=names, user=st.booleans()),
     st.builds(Stop, reason=names),
+    st.builds(
+        Unhealthy, node=names, version=counts, gate=names, level=st.sampled_from(["warn", "stop"]),
+        measure=names, value=finite, bound=finite, detail=names,
+    ),
     st.builds(Started, node=names, replica=counts, life=names),
     st.builds(Restarted, name=names, number=st.integers(1, 9), why=names),
     st.builds(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,19 @@ import torch
 from arriero.components.health import Gate, HealthGates, High, Low, judge
 from arriero.components.measures import reward_spread
 from arriero.engine.broker import Depth
+from arriero.engine.graph import Graph
+from arriero.engine.lineage.reader import Lineage
+from arriero.launchers import facts
+from arriero.launchers.audit import audited
+from arriero.launchers.audited_health import found_again
 from arriero.launchers.cli import main
+from arriero.launchers.exports.subject import subject
 from arriero.launchers.health import Health, gates_of
+from arriero.launchers.lineage import indexed
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.vitals import Pulse, Vitals
 from arriero.pipelines.grpo import GRPOConfig, grpo
-from arriero.schemas.ledger import DroppedEvent, Trained
+from arriero.schemas.ledger import EVENT, DroppedEvent, Event, Trained, Unhealthy
 from arriero.schemas.messages import Sample
 from arriero.schemas.run import NodeStatus, RoleStatus
 from tests.inline_runs import policy_gradient_fields
@@ -54,9 +62,9 @@ def test_every_gate_is_provoked_here() -> None:
 
 
 def test_a_healthy_step_is_warned_of_by_none() -> None:
-    assert judge(GATES, [HEALTHY] * 30, 30) == []
-    assert judge(GATES, [{}], 1) == []
-    assert judge(GATES, [HEALTHY | {"kl": math.nan}], 1) == []
+    assert judge(GATES, [HEALTHY] * 30, 30, "trainer") == []
+    assert judge(GATES, [{}], 1, "trainer") == []
+    assert judge(GATES, [HEALTHY | {"kl": math.nan}], 1, "trainer") == []
 
 
 @pytest.mark.parametrize(("name", "measure", "value", "steps"), SICK)
@@ -66,12 +74,17 @@ def test_a_gate_warns_after_its_number_of_steps_and_says_what_to_set(
     history = [HEALTHY] * 20
     for number in range(1, steps + 1):
         history = [*history, HEALTHY | {measure: value}]
-        assert (name in {f.gate for f in judge(GATES, history, 20 + number)}) == (number == steps)
-    (found,) = (f for f in judge(GATES, history, 20 + steps) if f.gate == name)
+        assert (name in {f.gate for f in judge(GATES, history, 20 + number, "trainer")}) == (number == steps)
+    (found,) = (f for f in judge(GATES, history, 20 + steps, "trainer") if f.gate == name)
     assert found.level == ("stop" if name == "tokens" else "warn")
-    assert found.message.startswith(f"step {20 + steps}: ")
-    assert f"health.{name}.{found.level} is " in found.message
-    assert judge(GATES, [*history, HEALTHY], 99) == []
+    assert found.detail.startswith(f"step {20 + steps}: ")
+    assert f"health.{name}.{found.level} is " in found.detail
+    ratio = {"entropy": 0.1 / 2.0, "gradient": 30.0}.get(name, value)
+    assert (found.node, found.version, found.measure) == ("trainer", 20 + steps, measure)
+    assert found.value == pytest.approx(ratio)
+    gate = next(g for g in GATES if g.name == name)
+    assert found.bound == (gate.stop if found.level == "stop" else gate.warn)
+    assert judge(GATES, [*history, HEALTHY], 99, "trainer") == []
 
 
 @pytest.mark.parametrize(("name", "measure", "value", "steps"), SICK)
@@ -82,19 +95,19 @@ def test_a_gate_stops_where_the_configuration_says_so_and_can_be_taken_away(
     (gate,) = (g for g in GATES if g.name == name)
     kind = Low if gate.low else High
     chosen: dict[str, Any] = {name: kind(warn=gate.warn, stop=gate.warn, steps=steps)}
-    assert [f.level for f in judge(HealthGates(**chosen).gates(), history, 1)] == ["stop"]
+    assert [f.level for f in judge(HealthGates(**chosen).gates(), history, 1, "trainer")] == ["stop"]
     none: dict[str, Any] = {name: kind()}
-    assert judge(HealthGates(**none).gates(), history, 1) == []
+    assert judge(HealthGates(**none).gates(), history, 1, "trainer") == []
 
 
 def test_a_spike_is_judged_by_the_median_before_it_and_a_collapse_by_the_first_steps() -> None:
     gradient = [g for g in GATES if g.name in ("gradient", "entropy")]
     norms = [{"grad_norm": n} for n in (1.0, 100.0, 1.0, 1.0, 1.0)]
-    assert judge(gradient, [*norms[:4], {"grad_norm": 50.0}], 5) == []  # of too few steps
-    (found,) = judge(gradient, [*norms, {"grad_norm": 50.0}], 6)
-    assert "50 times what it was before" in found.message
+    assert judge(gradient, [*norms[:4], {"grad_norm": 50.0}], 5, "trainer") == []  # of too few steps
+    (found,) = judge(gradient, [*norms, {"grad_norm": 50.0}], 6, "trainer")
+    assert "50 times what it was before" in found.detail
     entropies = [{"entropy": e} for e in (2.0, 2.0, 2.0, 2.0, 2.0, 0.19, 0.19, 0.1)]
-    assert "0.05 of what it was at first for 3 steps" in judge(gradient, entropies, 8)[0].message
+    assert "0.05 of what it was at first for 3 steps" in judge(gradient, entropies, 8, "trainer")[0].detail
 
 
 @pytest.mark.parametrize(
@@ -150,7 +163,7 @@ def vitals(*, busy_s: float = 0.0, idle_s: float = 0.0, waiting: int = 0, lag_s:
 def stepped(health: Health, event: Trained, now: Vitals) -> tuple[dict[str, Any], list[str]]:
     told: list[str] = []
     health.event(event)
-    return health.step(event, now, lambda f: told.append(f.message)), told
+    return health.step(event, now, lambda f: told.append(f.detail)), told
 
 
 def test_a_full_queue_before_an_idle_trainer_is_an_imbalance_of_both() -> None:
@@ -190,12 +203,12 @@ def test_the_gates_of_a_pipeline_are_those_of_its_configuration(tmp_path: Path) 
     assert gates.keys() == {"mismatch", "mismatch_share", *(g.name for g in GATES)}
 
 
-def run_grpo(path: Path, *words: str) -> tuple[int, RunDir]:
+def run_grpo(path: Path, *words: str, record: bool = False) -> tuple[int, RunDir]:
     policy_gradient_fields(path)
     command = ["run", "grpo", "--model", str(path / "tiny"), "--data", str(path / "sums.jsonl")]
     command += ["--reward", "function", "--reward.function", "tests.inline_runs:share_of_threes"]
     command += ["--reward.isolate", "false", "--sampling.max-new-tokens", "5", "--groups-per-step", "4"]
-    command += ["--samples", "4", "--slots", "16", "--run-dir", str(path / "run"), "--record", "false"]
+    command += ["--samples", "4", "--slots", "16", "--run-dir", str(path / "run"), "--record", str(record)]
     return main([*command, "--inline", "--wait-bound-s", "60", *words]), RunDir(path / "run")
 
 
@@ -215,11 +228,73 @@ def test_a_run_warns_once_notes_every_step_and_counts_them(
 def test_a_stop_comes_before_the_weights_are_published(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, run = run_grpo(tmp_path, "--steps", "3", "--health.effective-samples", '{"warn": 1, "stop": 1}')
+    stop = ("--health.effective-samples", '{"warn": 1, "stop": 1}')
+    code, run = run_grpo(tmp_path, "--steps", "3", *stop, record=True)
     assert code == 2
     assert run.metrics.read_text() == ""
     assert "step 1: 1 of the tokens weigh as much" in capsys.readouterr().err
     assert run.read_summary().state == "failed"
+    (event,) = found(run)  # of a step that was never made
+    assert (event.node, event.version, event.gate, event.level) == ("trainer", 1, "effective_samples", "stop")
+    assert event.value == pytest.approx(1.0)
+    assert [e for e in Lineage(str(run.path)).events if isinstance(e, Unhealthy)] == [event]
+    assert audited(str(run.path)).findings == []
+
+
+def found(run: RunDir) -> list[Unhealthy]:
+    return [
+        e for e in map(EVENT.validate_json, run.ledger.read_text().splitlines()) if isinstance(e, Unhealthy)
+    ]
+
+
+def test_what_a_gate_finds_stands_in_ledger_and_record_and_an_audit_finds_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, run = run_grpo(tmp_path, "--steps", "3", "--health.effective-samples.warn", "1", record=True)
+    assert code == 0
+    events = found(run)
+    assert [(e.version, e.gate, e.level, e.bound) for e in events] == [
+        (k, "effective_samples", "warn", 1.0) for k in (1, 2, 3)
+    ]
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [e.value for e in events] == [line["effective_samples"] for line in lines]
+    assert [e for e in Lineage(str(run.path)).events if isinstance(e, Unhealthy)] == events
+    asked = indexed(str(run.path)).rows("select name, number, level, measure, value, bound from events")
+    assert [(*row.values(),) for row in asked] == [
+        ("effective_samples", e.version, "warn", e.measure, e.value, 1.0) for e in events
+    ]
+    capsys.readouterr()
+    assert main(["lineage", str(run.path)]) == 0
+    assert "3 warnings, 0 stops" in capsys.readouterr().out
+    rows = dict(facts.health(subject(str(run.path))))
+    assert rows["effective_samples"].startswith("warned: 3 steps, 1 to 3; effective_samples ")
+    report = audited(str(run.path))
+    assert report.findings == []
+    assert report.done["health"] == "3 findings of gates"
+
+
+def judged_again(run: RunDir, change: Callable[[Event], Event | None]) -> list[str]:
+    """What the audit finds in a record whose events are others."""
+    spec = run.read_graph()
+    history = [e for old in Lineage(str(run.path)).history if (e := change(old)) is not None]
+    return [f.what for f in found_again(history, spec, Graph.from_spec(spec), noted=True)]
+
+
+def test_an_audit_tells_findings_that_do_not_follow_from_the_steps(tmp_path: Path) -> None:
+    _, run = run_grpo(tmp_path, "--steps", "3", "--health.effective-samples.warn", "1", record=True)
+
+    def second(**fields: object) -> Callable[[Event], Event | None]:
+        return lambda e: e.model_copy(update=fields) if isinstance(e, Unhealthy) and e.version == 2 else e
+
+    assert judged_again(run, lambda e: e) == []
+    assert "is said to warn at 0.5; by the record it finds warn at" in judged_again(run, second(value=0.5))[0]
+    assert "is said to stop at" in judged_again(run, second(level="stop"))[0]
+    assert judged_again(run, second(gate="luck"))[0] == "gate luck is none of the graph's"
+    (missing,) = judged_again(run, lambda e: None if isinstance(e, Unhealthy) and e.version == 2 else e)
+    assert missing.endswith("bound 1; no event says so")
+    lag = second(gate="lag", measure="lag_s", value=3.0, bound=5.0)
+    assert "is said to warn at 3, which is within 5" in judged_again(run, lag)[0]
+    assert "the graph has others" in judged_again(run, second(gate="lag", measure="lag_s", bound=1.0))[0]
 
 
 def test_the_guide_says_of_every_gate_what_to_do() -> None:

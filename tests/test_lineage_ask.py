@@ -205,7 +205,8 @@ def test_restarts_and_how_a_run_failed_are_events(tmp_path: Path, capsys: pytest
         [Resumed(number=1, versions={"trainer": 4}, why="preempted"), RunEntry(what="failed", detail="x")]
     )
     writer.close("failed")
-    assert Index(str(tmp_path)).table("events").to_pylist() == [
+    about = Index(str(tmp_path)).sql("select kind, name, number, detail from events")
+    assert about.to_pylist() == [
         {"kind": "restarted", "name": "generator-0", "number": 1, "detail": "SIGKILL"},
         {"kind": "resumed", "name": "", "number": 1, "detail": "trainer from version 4; preempted"},
         {"kind": "failed", "name": "", "number": 0, "detail": "x"},

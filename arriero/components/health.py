@@ -18,7 +18,8 @@ from typing import Literal, Protocol, Self, runtime_checkable
 from pydantic import ConfigDict, NonNegativeFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-Level = Literal["warn", "stop"]
+from arriero.schemas.ledger import Unhealthy
+
 Measured = Mapping[str, float]
 
 _FIRST, _BEFORE, _FEWEST = 5, 20, 5  # steps that a measure is compared with
@@ -46,15 +47,6 @@ class Gate:
     enough: tuple[str, float] = ("", 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What a gate says of a step."""
-
-    gate: str
-    level: Level
-    message: str
-
-
 @runtime_checkable
 class HasGates(Protocol):
     """A component that says by which gates a run is judged."""
@@ -62,30 +54,34 @@ class HasGates(Protocol):
     def gates(self) -> Sequence[Gate]: ...
 
 
-def judge(gates: Iterable[Gate], history: Sequence[Measured], step: int) -> list[Finding]:
-    """What the gates say of the newest of `history`, the measures of all steps so far; `step` names it.
+def judge(gates: Iterable[Gate], history: Sequence[Measured], step: int, node: str) -> list[Unhealthy]:
+    """What the gates say of the newest of `history`, the measures of all steps of `node` so far.
 
-    A measure that a step hasn't got, or that isn't a finite number, is within bounds.
+    `step` is its version. A measure that a step hasn't got, or that isn't a finite number, is within bounds.
     """
-    return [found for gate in gates if (found := _judged(gate, history, step)) is not None]
+    return [found for gate in gates if (found := _judged(gate, history, step, node)) is not None]
 
 
-def _judged(gate: Gate, history: Sequence[Measured], step: int) -> Finding | None:
+def _judged(gate: Gate, history: Sequence[Measured], step: int, node: str) -> Unhealthy | None:
     if len(history) < gate.steps:
         return None
     values = [_value(gate, history, len(history) - 1 - back) for back in range(gate.steps)]
     for level, bound, key in (("stop", gate.stop, gate.keys[1]), ("warn", gate.warn, gate.keys[0])):
-        if bound is None or not all(_beyond(gate, v, bound) for v in values):
+        if bound is None or not all(beyond(gate, v, bound) for v in values):
             continue
         since = f" for {gate.steps} steps" if gate.steps > 1 else ""
         of = {"": "", "first": " of what it was at first", "before": " times what it was before"}[gate.over]
         said = gate.says.format_map({**history[-1], "value": f"{values[0]:.3g}{of}{since}"})
         message = f"step {step}: {said}; {key} is {bound:g}: {gate.remedy}"
-        return Finding(gate=gate.name, level="stop" if level == "stop" else "warn", message=message)
+        return Unhealthy(
+            node=node, version=step, gate=gate.name, level="stop" if level == "stop" else "warn",
+            measure=gate.measure, value=values[0], bound=bound, detail=message,
+        )  # fmt: skip
     return None
 
 
-def _beyond(gate: Gate, value: float, bound: float) -> bool:
+def beyond(gate: Gate, value: float, bound: float) -> bool:
+    """Whether the gate finds fault with `value`; never with one that isn't finite."""
     if not math.isfinite(value):
         return False
     return value <= bound if gate.low else value > bound

@@ -27,7 +27,7 @@ from arriero.components.replay import Replay
 from arriero.components.sampling import Sampling
 from arriero.components.training_options import TrainingOptions
 from arriero.components.versions import versions
-from arriero.engine.errors import UserError
+from arriero.engine.errors import StepRefused
 from arriero.engine.graph import GraphView
 from arriero.engine.runtime.context import current
 from arriero.engine.stream import Stream
@@ -162,10 +162,10 @@ class Trainer:
         return (*self.mismatch.gates(), *self.health.gates())
 
     def _stop_if_unhealthy(self, measured: Sequence[Mapping[str, float]], version: int) -> None:
-        """UserError, before the weights of `version` are published, if a gate says so."""
-        findings = judge(self.gates(), measured, version)
-        if stops := [f.message for f in findings if f.level == "stop"]:
-            raise UserError("\n".join(stops))
+        """StepRefused, before the weights of `version` are published, if a gate says so."""
+        findings = judge(self.gates(), measured, version, current().node)
+        if stops := tuple(f for f in findings if f.level == "stop"):
+            raise StepRefused(stops)
 
     def load(self, ranks: int, followed: bool) -> TrainState:
         """What it trains, at version 0; `followed`: generators sample with it. All ranks call it together."""

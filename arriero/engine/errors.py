@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import ValidationError
+
+if TYPE_CHECKING:
+    from arriero.schemas.ledger import Unhealthy
 
 
 class UserError(ValueError):
@@ -11,6 +16,14 @@ class UserError(ValueError):
 
 class GraphError(UserError):
     """The graph can't run as built: wrong record type, open loop, rates or capacities that don't fit."""
+
+
+class StepRefused(UserError):
+    """A gate ends the run before anybody sees what came of a step; `findings` go into the ledger."""
+
+    def __init__(self, findings: tuple[Unhealthy, ...]) -> None:
+        super().__init__("\n".join(f.detail for f in findings))
+        self.findings = findings
 
 
 def one_line(error: Exception, limit: int = 300) -> str:

@@ -28,12 +28,14 @@ from arriero.launchers.audited_files import (
     unread,
     versions_of_rewards,
 )
+from arriero.launchers.audited_health import found_again
 from arriero.launchers.audited_sampling import sampled
 from arriero.launchers.inheritance import inherited
 from arriero.launchers.lineage import opened
 from arriero.launchers.recomputing import recomputed
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import Resumed, Unhealthy
 
 USAGE = """\
 usage: arriero audit RUN [--head HASH] [--rescore] [--json]
@@ -127,8 +129,15 @@ def _compute(report: Report, record: Lineage, spec: GraphSpec, *, rescore: bool)
     try:
         graph = Graph.from_spec(spec)
     except (GraphError, UserError) as error:
-        report.left.append(f"rewards and advantages: {error}")
+        report.left.append(f"rewards, advantages and health: {error}")
         return
+    if any(isinstance(e, Resumed) and e.changed for e in record.events):
+        report.left.append("health: the run went on with something changed, perhaps its gates")
+    else:
+        history = [*record.history]
+        noted = record.opened is not None and record.opened.health
+        report.findings += found_again(history, spec, graph, noted=noted)
+        report.done["health"] = f"{sum(isinstance(e, Unhealthy) for e in history)} findings of gates"
     for name, told, findings, left in asyncio.run(recomputed(record, spec, graph, rescore=rescore)):
         report.findings += findings
         if name.startswith("rewards of"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arriero.launchers.exports.subject import Subject
+from arriero.schemas.ledger import EVENT, Unhealthy
 from arriero.schemas.run import RunSummary
 
 if TYPE_CHECKING:
@@ -58,15 +58,20 @@ def result(about: Subject) -> Rows:
 
 
 def health(about: Subject) -> Rows:
-    """The gates that have warned, and of how many steps."""
-    warned: Counter[str] = Counter()
-    first: dict[str, int] = {}
-    for line in about.lines:
-        gates = line.get("health")
-        for gate in gates if isinstance(gates, dict) else ():
-            warned[gate] += 1
-            first.setdefault(gate, int(str(line["step"])))
-    return [(gate, f"{n} steps, first at {first[gate]}") for gate, n in warned.items()]
+    """The gates that have warned or stopped the run: of which steps, and what was found last."""
+    found: dict[str, list[Unhealthy]] = {}
+    text = about.run.ledger.read_bytes() if about.run.ledger.exists() else b""
+    for line in text.rpartition(b"\n")[0].splitlines():  # the last one may be in the making
+        if b'"unhealthy"' in line and isinstance(event := EVENT.validate_json(line), Unhealthy):
+            found.setdefault(event.gate, []).append(event)
+    return [(gate, _found(events)) for gate, events in found.items()]
+
+
+def _found(events: list[Unhealthy]) -> str:
+    first, last, steps = events[0], events[-1], len({e.version for e in events})
+    times = f"step {last.version}" if steps == 1 else f"{steps} steps, {first.version} to {last.version}"
+    said = "STOPPED the run" if last.level == "stop" else "warned"
+    return f"{said}: {times}; {last.measure} {last.value:.3g}, bound {last.bound:g}"
 
 
 def record(about: Subject, index: Index) -> Rows:

@@ -6,14 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from arriero.components.health import Finding, Gate, HasGates, HealthGates, judge
+from arriero.components.health import Gate, HasGates, HealthGates, judge
 from arriero.engine.graph import Graph
 from arriero.engine.rates import repetitions
 from arriero.launchers.vitals import Vitals
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import DroppedEvent, Event, Resumed, Trained
+from arriero.schemas.ledger import DroppedEvent, Event, Resumed, Trained, Unhealthy
 
 Numbers = dict[str, float | int | None]
+AROUND = ("lag_s", "imbalance")  # measures of the run around a step, which no ledger has
 
 
 class Health:
@@ -23,10 +24,11 @@ class Health:
         self._spec = spec
         self._gates = gates_of(Graph.from_spec(spec))
         self._needs = {g.measure for g in self._gates} | {g.enough[0] for g in self._gates}
-        self._history: list[dict[str, float]] = []
+        self.history: list[dict[str, float]] = []  # measures of all steps so far
         self._stale = 0  # groups dropped since the last step
         self._clock: dict[str, tuple[float, float]] = {}  # busy and idle seconds of trainers at the last step
         self._last: set[str] = set()
+        self.found: list[Unhealthy] = []  # of the newest step
         self._counts: Counter[str] = Counter()
 
     @property
@@ -42,30 +44,30 @@ class Health:
             case Trained():
                 groups = self._stale + len(event.origins)
                 own = {"stale_share": self._stale / groups if groups else 0.0}
-                self._history.append(self._kept(measures(event) | own))
+                self.history.append(self._kept(measures(event) | own))
                 self._stale = 0
             case Resumed():
-                del self._history[max(event.versions.values(), default=0) :]
+                del self.history[max(event.versions.values(), default=0) :]
             case _:
                 pass
 
     def step(
-        self, event: Trained, vitals: Vitals, tell: Callable[[Finding], None]
+        self, event: Trained, vitals: Vitals, tell: Callable[[Unhealthy], None]
     ) -> dict[str, float | int | dict[str, float | int | None] | None]:
         """What to note of the step, whose event was heard: own measures, and 1 (warned) or 2 by gate.
 
         `tell` is called with what wasn't so at the step before.
         """
         own = {"lag_s": _lag_s(vitals), "imbalance": self._imbalance(vitals)}
-        self._history[-1] |= self._kept(own)
-        findings = judge(self._gates, self._history, event.version)
-        self._counts.update(f.gate for f in findings)
-        for finding in findings:
+        self.history[-1] |= self._kept(own)
+        self.found = judge(self._gates, self.history, event.version, event.node)
+        self._counts.update(f.gate for f in self.found)
+        for finding in self.found:
             if finding.gate not in self._last or finding.level == "stop":
                 tell(finding)
-        self._last = {f.gate for f in findings}
-        noted = {f.gate: (2 if f.level == "stop" else 1) for f in findings}
-        shares: Numbers = {"stale_share": self._history[-1].get("stale_share"), **own}
+        self._last = {f.gate for f in self.found}
+        noted = {f.gate: (2 if f.level == "stop" else 1) for f in self.found}
+        shares: Numbers = {"stale_share": self.history[-1].get("stale_share"), **own}
         return {**shares, "health": Numbers(noted)}
 
     def _kept(self, measured: Mapping[str, float]) -> dict[str, float]:

@@ -157,6 +157,7 @@ def _overview(index: Index, made_from: Sequence[Ancestor]) -> str:
             f"  rollouts  {about.rollouts} in {about.groups} groups{redacted}",
             f"  prompts   {about.admitted} admitted, {about.dropped} drops",
             f"  held out  {about.evaluated} evaluated",
+            f"  health    {about.warnings} warnings, {about.stops} stops of a gate (table events)",
             f"  lives     {about.restarts} restarts of a process, {about.resumes} of the whole run",
             *_family(made_from),
         ]

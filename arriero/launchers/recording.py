@@ -36,6 +36,7 @@ class Recording:
             graph_digest=spec.digest,
             manifest_sha256=_sha256(run.manifest),
             options_sha256=_sha256(run.options),
+            health=True,
         )
         resumed, _ = read_history(run)
         self._writer = LineageWriter(options.record_url or str(run.lineage), opened, resumed)

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO, cast
 
-from arriero.components.health import Finding
 from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.graph import Graph
 from arriero.engine.runtime.ledger import Ledger, LedgerError
@@ -33,7 +32,16 @@ from arriero.launchers.summary import Account, State
 from arriero.launchers.timeline import Timeline
 from arriero.launchers.vitals import Vitals
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import EVENT, LEDGER_LOG, Admitted, DroppedEvent, Evaluated, Event, Trained
+from arriero.schemas.ledger import (
+    EVENT,
+    LEDGER_LOG,
+    Admitted,
+    DroppedEvent,
+    Evaluated,
+    Event,
+    Trained,
+    Unhealthy,
+)  # fmt: skip
 from arriero.schemas.run import RunOptions, RunSummary
 
 if TYPE_CHECKING:
@@ -210,6 +218,8 @@ class Reporter:
             case Trained():
                 self._newest = event
                 self._write_step(event)
+                for finding in self._health.found:
+                    self._take(finding)
                 self._display.step(self._view())
             case _:
                 pass
@@ -226,12 +236,12 @@ class Reporter:
         self._sinks.step(event.version, time.time(), scalars(line))
         self.lines.append(line)
 
-    def _warned(self, finding: Finding) -> None:
+    def _warned(self, finding: Unhealthy) -> None:
         """A gate has something to say that it didn't say of the step before."""
         if finding.level == "stop":
-            self._fail(Failure(message=finding.message, code=2))
+            self._fail(Failure(message=finding.detail, code=2))
         else:
-            _log.warning("%s", finding.message)
+            _log.warning("%s", finding.detail)
 
     def _view(self) -> View:
         return View(

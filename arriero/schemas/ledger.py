@@ -97,6 +97,24 @@ class Evaluated(Message):
     source: str = ""
 
 
+class Unhealthy(Message):
+    """Gate `gate` found a measure of a step of `node` beyond `bound`: it warned, or it ended the run.
+
+    `version` is what the step made; of one that was stopped before, what it would have made. A measure that
+    the gate compares with earlier steps is told as that ratio. `detail` is what the user was told.
+    """
+
+    kind: Literal["unhealthy"] = "unhealthy"
+    node: str
+    version: NonNegativeInt
+    gate: str
+    level: Literal["warn", "stop"]
+    measure: str
+    value: FiniteFloat
+    bound: FiniteFloat
+    detail: str = ""
+
+
 class Started(Message):
     """A node that needs to know what was before it has begun to read: its history ends at this entry."""
 
@@ -134,7 +152,7 @@ class Resumed(Message):
 
 Step = Trained | Learned
 Event = Annotated[
-    Admitted | DroppedEvent | Trained | Learned | Evaluated | Started | Restarted | Resumed,
+    Admitted | DroppedEvent | Trained | Unhealthy | Learned | Evaluated | Started | Restarted | Resumed,
     Field(discriminator="kind"),
 ]
 # A union doesn't take over the setting of its members: a metric that overflowed would be written as null.

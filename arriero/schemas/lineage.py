@@ -30,7 +30,10 @@ class Place(Message):
 
 
 class Opened(Message):
-    """First entry: what the run was made of. Hashes are of the bytes of the files; empty: there is none."""
+    """First entry: what the run was made of. Hashes are of the bytes of the files; empty: there is none.
+
+    `health`: what gates find is noted; False in records that are older than that.
+    """
 
     kind: Literal["opened"] = "opened"
     format: Literal[3] = 3
@@ -38,6 +41,7 @@ class Opened(Message):
     graph_digest: str
     manifest_sha256: str = ""
     options_sha256: str = ""
+    health: bool = False
 
 
 class Reopened(Message):

@@ -53,6 +53,8 @@ class Overview(Message):
     redacted: NonNegativeInt
     broken: str = ""
     restarts: NonNegativeInt
+    warnings: NonNegativeInt
+    stops: NonNegativeInt
     resumes: NonNegativeInt
 
 

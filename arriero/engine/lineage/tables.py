@@ -18,7 +18,16 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Event, Restarted, Resumed, Trained
+from arriero.schemas.ledger import (
+    Admitted,
+    DroppedEvent,
+    Evaluated,
+    Event,
+    Restarted,
+    Resumed,
+    Trained,
+    Unhealthy,
+)  # fmt: skip
 from arriero.schemas.lineage import (
     BatchEntry,
     Entry,
@@ -165,6 +174,12 @@ def _told(e: Event) -> dict[str, Any]:
             }  # fmt: skip
         case Evaluated():
             return {"kind": e.kind, "id": e.id, "origins": (e.origin,), "version": e.version}
+        case Unhealthy():
+            found = {"measure": e.measure, "value": e.value, "bound": e.bound}
+            return {
+                "kind": e.kind, "node": e.node, "version": e.version, "id": e.gate, "reason": e.level,
+                "detail": e.detail, "metrics": json.dumps(found),
+            }  # fmt: skip
         case Restarted():
             return {"kind": e.kind, "node": e.name, "number": e.number, "detail": e.why}
         case Resumed():

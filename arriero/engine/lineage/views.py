@@ -8,7 +8,8 @@
 | `samples`  | a rollout in a batch: the step made from it, its reward there, place of its advantages        |
 | `prompts`  | an admission: row, epoch, and what became of it                                              |
 | `weights`  | a version that a loop carried, with its fingerprint                                          |
-| `events`   | something that happened to the run: a restart, that it went on, how it failed                |
+| `events`   | something that happened to the run: a restart, that it went on, how it failed; and          |
+|            | `unhealthy`: gate `name` warned of step `number` or stopped it (`level`)                    |
 
 Here it is that a run which went on undoes what came after the version that it went on from (as
 `ledger.effective` says), and that of what was recorded twice under one id the last counts.
@@ -85,9 +86,13 @@ from raw.events e where kind = 'weights' and not exists (
 group by node, version""",
     "events": """
 select entry + if(kind = 'run', (select max(entry) + 1 from raw.events), 0) as entry,
-       if(kind = 'run', id, kind) as kind, if(kind = 'restarted', node, '') as name,
-       coalesce(number, 0) as number, detail
-from raw.events where kind in ('restarted', 'resumed', 'run')""",
+       if(kind = 'run', id, kind) as kind,
+       case kind when 'restarted' then node when 'unhealthy' then id else '' end as name,
+       coalesce(number, version, 0) as number, if(kind = 'unhealthy', reason, '') as level,
+       if(kind = 'unhealthy', metrics ->> '$.measure', null) as measure,
+       if(kind = 'unhealthy', (metrics ->> '$.value')::double, null) as value,
+       if(kind = 'unhealthy', (metrics ->> '$.bound')::double, null) as bound, detail
+from raw.events where kind in ('restarted', 'resumed', 'unhealthy', 'run')""",
 }
 
 _ORDER = {"rollouts": "entry, number", "samples": "entry, number"}
@@ -104,6 +109,8 @@ select (select count(*) from steps) as steps,
            select 1 from held.lives l where l.entry > e.entry and e.version > l.oldest)) as evaluated,
        (select count(distinct id) from raw.events where kind = 'redacted') as redacted,
        (select count(*) from raw.events where kind = 'restarted') as restarts,
+       (select count(*) from raw.events where kind = 'unhealthy' and reason = 'warn') as warnings,
+       (select count(*) from raw.events where kind = 'unhealthy' and reason = 'stop') as stops,
        (select count(*) from held.lives) as resumes"""
 
 

@@ -24,6 +24,7 @@ from arriero.schemas.ledger import (
     Started,
     Stop,
     Trained,
+    Unhealthy,
 )  # fmt: skip
 
 
@@ -40,6 +41,8 @@ def event_id(event: Event) -> str:
             return f"learned:{event.node}:{event.version}"
         case Evaluated():
             return f"evaluated:{event.id}"
+        case Unhealthy():
+            return f"unhealthy:{event.node}:{event.version}:{event.gate}"
         case Started():
             return f"started:{event.life}"
         case Restarted():

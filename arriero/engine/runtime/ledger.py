@@ -17,6 +17,7 @@ from arriero.schemas.ledger import (
     Restarted,
     Resumed,
     Trained,
+    Unhealthy,
 )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def _without(events: Iterable[Event], origins: set[int]) -> list[Event]:
 def _undone(event: Event, by: Resumed, for_good: set[str]) -> bool:
     newest = min(by.versions.values(), default=0)
     match event:
-        case Trained():
+        case Trained() | Unhealthy():
             return event.version > by.versions.get(event.node, event.version)
         case Learned():
             return event.version > by.learned.get(event.node, event.version)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from arriero.engine.broker import Broker
-from arriero.engine.errors import UserError
+from arriero.engine.errors import StepRefused, UserError
 from arriero.engine.fused import fused
 from arriero.engine.graph import EvaluatesDuring, Graph, StoresParts
 from arriero.engine.runtime.context import Context
-from arriero.engine.runtime.journal import Progress, announce
+from arriero.engine.runtime.journal import Progress, announce, record
 from arriero.engine.runtime.node import LEAVE_S, NodeRunner
 from arriero.engine.runtime.source import SourceRunner
 from arriero.engine.runtime.spmd import RankRunner, World
@@ -118,6 +118,7 @@ async def _run_node(runner: NodeRunner, replica: int, rank: int, broker: Broker)
                 _PEER_S
             )  # whoever watches the ranks ends us first and names the one that failed
         user = isinstance(error, UserError)
+        refused = error.findings if isinstance(error, StepRefused) else ()
         ended = Ended(
             node=name,
             replica=replica,
@@ -127,6 +128,8 @@ async def _run_node(runner: NodeRunner, replica: int, rank: int, broker: Broker)
         )
         try:
             async with asyncio.timeout(_SAY_S):
+                for finding in refused:
+                    await record(broker, finding)
                 await announce(broker, ended)
         except Exception:  # noqa: BLE001  # the node's own error counts, not that nobody hears of it
             _log.exception("%s failed and couldn't say so", name)
