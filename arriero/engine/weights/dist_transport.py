@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from arriero.engine.weights.copying import Bytes, warm_buffer
-from arriero.engine.weights.layout import WeightError
+from arriero.engine.weights.layout import SenderGone, WeightError
 from arriero.engine.weights.lease_messages import Join, Send
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import Ranks
@@ -159,8 +159,12 @@ class DistInlet(ServedInlet):
     def welcomed(self, rank: int, extra: bytes) -> None:
         meeting = msgspec.msgpack.decode(extra, type=_Meeting)
         timeout = timedelta(seconds=self._bound_s)
-        store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
-        self._pairs[rank] = _pair(store, meeting, _RECEIVER, self._bound_s)
+        try:
+            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+            self._pairs[rank] = _pair(store, meeting, _RECEIVER, self._bound_s)
+        except RuntimeError as error:
+            self.disconnect(rank)
+            raise SenderGone(f"source rank {rank} has left as we met it: {error}") from error
 
     def disconnect(self, rank: int) -> None:
         super().disconnect(rank)
@@ -188,7 +192,7 @@ class DistInlet(ServedInlet):
                 posted.work.wait(bound)
             except RuntimeError as error:
                 source = posted.span.source
-                raise WeightError(f"source rank {source} is gone while it sends: {error}") from error
+                raise SenderGone(f"source rank {source} is gone while it sends: {error}") from error
         for posted in turn:
             if self._device is not None:
                 torch.from_numpy(posted.place).copy_(posted.buffer)

@@ -8,13 +8,13 @@ waits for   the transport, bounded
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Protocol
 
 from torch import Tensor
 
 from arriero.engine.weights.copying import Bytes, Staging
-from arriero.engine.weights.layout import StaleWeights, WeightError
+from arriero.engine.weights.layout import SenderGone, StaleWeights, WeightError
 from arriero.engine.weights.live_layout import whole_layout
 from arriero.engine.weights.plan import Landing, Plan
 from arriero.engine.weights.sender import TASK_BYTES, all_results, default_threads
@@ -56,17 +56,19 @@ class ShardReceiver:
         """Fill existing tensors, in place, and read every one of them back.
 
         Floats are cast to the dtype of `into`. Raises StaleWeights if the version was overwritten: take the
-        newest; WeightError, naming the tensor or the count, for everything else. Nothing is written if names
-        or shapes don't fit; after an error in the middle, `into` is a mix of versions.
+        newest; SenderGone if there is nobody to have it from; WeightError, naming the tensor or the count,
+        for everything else. Nothing is written if names or shapes don't fit; after an error in the middle,
+        `into` is a mix of versions.
         """
         try:
             self._receive(manifest, into)
-        except StaleWeights:
-            raise  # no outcome: it takes the newest version next
+        except (StaleWeights, SenderGone):
+            raise  # no outcome: it takes another version next, or nobody hears of it
         except Exception as error:
             self.failed(manifest.version, f"{type(error).__name__}: {error}")
             raise
-        self._inlet.report(manifest.version, "")
+        with suppress(SenderGone):  # what we have is verified all the same
+            self._inlet.report(manifest.version, "")
 
     def catch_up(
         self, into: Mapping[str, Tensor], after: int = -1, wait_s: float = 0.0

@@ -14,7 +14,7 @@ import msgspec
 
 from arriero.engine.weights import lease_messages as messages
 from arriero.engine.weights.copying import Bytes, warm_buffer
-from arriero.engine.weights.layout import StaleWeights, WeightError
+from arriero.engine.weights.layout import SenderGone, StaleWeights, WeightError
 from arriero.engine.weights.lease_server import LeaseServer, Welcoming
 from arriero.engine.weights.plan import Plan
 from arriero.engine.weights.ranks import OneRank, Ranks, first_says
@@ -72,6 +72,10 @@ class ServedOutlet:
     def outcomes(self) -> Mapping[str, Outcome]:
         return self._server.outcomes()
 
+    def await_visitor(self) -> None:
+        """Wait until a receiver has joined, unless one has before; no longer than a lease may take."""
+        self._server.await_visitor(self._lease_timeout_s)
+
     def close(self) -> None:
         self._server.close()
 
@@ -86,17 +90,17 @@ class Source:
             self._link: messages.Link = Client(address)
             messages.prove(self._link, secret, first=False)
         except (OSError, EOFError) as error:
-            raise WeightError(f"{self._where}: {str(error) or type(error).__name__}") from error
+            raise SenderGone(f"{self._where}: {str(error) or type(error).__name__}") from error
 
     def ask(self, request: messages.Request, wait_s: float = 0.0) -> messages.Answer:
-        """The answer; WeightError if it is a refusal, or if there is none in time."""
+        """The answer; WeightError if it is a refusal, SenderGone if there is none in time."""
         try:
             messages.send(self._link, request)
             if not self._link.poll(wait_s + self._bound_s):
-                raise WeightError(f"{self._where} has not answered for {wait_s + self._bound_s:.0f} s")
+                raise SenderGone(f"{self._where} has not answered for {wait_s + self._bound_s:.0f} s")
             answer = messages.receive_answer(self._link)
         except (OSError, EOFError) as error:
-            raise WeightError(f"{self._where} is gone: {str(error) or type(error).__name__}") from error
+            raise SenderGone(f"{self._where} is gone: {str(error) or type(error).__name__}") from error
         if isinstance(answer, messages.Refused):
             raise (StaleWeights if answer.stale else WeightError)(answer.error)
         return answer
@@ -135,7 +139,7 @@ class ServedInlet:
         self.source(0)
         assert self._plan is not None, "told by the first source"
         if self._plan[0] != session:
-            raise WeightError(f"{self._name}: the manifest is of another run: its session was {session}")
+            raise SenderGone(f"{self._name}: the manifest is of another run: its session was {session}")
         return self._plan[1]
 
     @contextmanager
