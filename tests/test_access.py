@@ -98,7 +98,7 @@ async def test_what_is_another_roles_is_refused_at_once(server: NatsServer, owne
     [
         (NAMES.edge_subject("rollouts"), b"a record"),
         (NAMES.log_subject("loop", "v9"), b"a version"),
-        (NAMES.end_subject("rollouts", 0), b"an end"),
+        (NAMES.end_subject("rollouts", "0"), b"an end"),
         (NAMES.beat_subject("generator-0-0"), b"a heartbeat"),
         ("$JS.API.STREAM.DELETE.run-rollouts", b""),
         ("$JS.API.STREAM.PURGE.run-log-ledger", b""),

@@ -5,6 +5,7 @@ import contextlib
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from typing import cast
 
@@ -49,6 +50,30 @@ async def test_waiting_consumers_learn_of_the_end_at_once(engine: Engine) -> Non
     outcomes = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 2)
     assert all(isinstance(outcome, EdgeEnded) for outcome in outcomes)
     assert time.monotonic() - began < PROMPT_S
+
+
+async def test_an_open_edge_ends_with_the_producers_it_was_sealed_with(engine: Engine) -> None:
+    broker = await engine.declare(replace(edge(), open=True))
+    reader, late = (await engine.connect()).consumer("rollouts", "reward"), await engine.connect()
+    waiting = asyncio.ensure_future(reader.lease(wait_s=20))
+    await broker.producer("rollouts", 0).end()
+    await broker.producer("rollouts", 7).put("a", b"x")  # joined
+    lease = await waiting
+    assert lease is not None
+    await lease.ack()
+    waiting = asyncio.ensure_future(reader.lease(wait_s=20))
+    await broker.producer("rollouts", 7).end()
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await broker.seal("rollouts", 3)
+    await broker.seal("rollouts", 3)
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await broker.producer("rollouts", 8).end()
+    with pytest.raises(EdgeEnded):
+        await asyncio.wait_for(waiting, 5)
+    with pytest.raises(EdgeEnded):  # who comes later asks the store
+        await late.consumer("rollouts", "reward").lease(wait_s=0)
 
 
 async def test_the_end_waits_for_what_others_hold_and_comes_with_their_acknowledgement(

@@ -512,7 +512,7 @@ async def test_a_node_that_failed_and_was_started_again_has_ended_only_when_it_e
     broker = MemoryBroker()
     spec = line(Few())
     await broker.declare([], ["control"])
-    progress = Progress(spec, broker)
+    progress = Progress(spec, broker, "sink", 0)
     following = asyncio.create_task(progress.follow())
     await announce(broker, Ended(node="sink", replica=0, error="ZeroDivisionError: the third prompt"))
     await asyncio.sleep(0.01)

@@ -18,6 +18,8 @@ from arriero.engine.stream import Stream
 from arriero.schemas.continuations import Continuation
 from arriero.schemas.messages import Prompt
 
+_BACKLOG = "-backlog"
+
 
 class LiveBacklog(Protocol):
     """What stands behind a backlog while a component runs."""
@@ -98,4 +100,9 @@ async def _next(stream: Stream[Prompt] | Backlog) -> Continuation | Prompt | Non
 
 def backlog_edge(node: str) -> str:
     """Name of the node's own edge, and of the one group that reads it. No node's name has a hyphen."""
-    return f"{node}-backlog"
+    return f"{node}{_BACKLOG}"
+
+
+def node_of(edge: str) -> str:
+    """The node that puts onto an edge, its own or the one of its output."""
+    return edge.removesuffix(_BACKLOG)

@@ -45,6 +45,8 @@ class EdgeEnded(Exception):
 class EdgeDecl:
     """An edge before anything is sent on it; `groups` and `producers` are known from the graph.
 
+    Of an `open` edge more producers may come, until `seal` says how many there have been.
+
     A lease that is neither acknowledged nor extended within `lease_s` is delivered again; a message that was
     delivered `max_deliveries` times without acknowledgement goes to the dead letters: at once when the last
     holder gives it back, or in place of one more delivery when the last lease ran out.
@@ -56,6 +58,7 @@ class EdgeDecl:
     capacity: Capacity = Capacity(messages=1024)
     lease_s: float = 30.0
     max_deliveries: int = 3
+    open: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +186,12 @@ class Broker(Protocol):
     def producer(self, edge: str, replica: int) -> Producer: ...
 
     def consumer(self, edge: str, group: str) -> Consumer: ...
+
+    async def seal(self, edge: str, producers: int) -> None:
+        """No more producers come: an open edge ends when `producers` have, those it was declared with among
+        them. Durable and idempotent.
+        """
+        ...
 
     async def depth(self, edge: str) -> Depth: ...
 

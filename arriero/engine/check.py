@@ -36,7 +36,7 @@ def check(graph: Graph) -> GraphSpec:
         raise GraphError(f"graph {graph.name} is empty; add components to it")
     _refuse([*_unconnected(graph), *_loop_problems(graph), *_unknown_sources(graph), *_not_portable(graph)])
     spec = graph.spec()
-    looks = (_replica_problems, _capacity_problems, _backlog_problems)
+    looks = (replica_problems, _capacity_problems, _backlog_problems)
     places = [p for n in spec.nodes for look in looks for p in look(spec, n)]
     problems = [*_unread_loops(spec), *_closer_problems(spec), *_role_problems(spec), *places]
     problems += _component_problems(graph, spec)
@@ -161,7 +161,8 @@ def _role_problems(spec: GraphSpec) -> Iterator[str]:
                 yield f"role {role}: its nodes differ in {what} ({each}); set them equal or use two roles"
 
 
-def _replica_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
+def replica_problems(spec: GraphSpec, n: NodeSpec) -> Iterator[str]:
+    """What speaks against several replicas of a node."""
     if n.replicas == 1:
         return
     if all(i.loop for i in n.inputs):

@@ -87,6 +87,9 @@ class ClaimChecked:
     def consumer(self, edge: str, group: str) -> Consumer:
         return _Consumer(self, edge, group, self.broker.consumer(edge, group))
 
+    async def seal(self, edge: str, producers: int) -> None:
+        await self.broker.seal(edge, producers)
+
     async def depth(self, edge: str) -> Depth:
         """Its bytes include those in the store, if the store is bounded."""
         depth = await self.broker.depth(edge)

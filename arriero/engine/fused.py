@@ -86,6 +86,9 @@ class FusedBroker:
     def consumer(self, edge: str, group: str) -> Consumer:
         return self._of(edge).consumer(edge, group)
 
+    async def seal(self, edge: str, producers: int) -> None:
+        await self._of(edge).seal(edge, producers)
+
     async def depth(self, edge: str) -> Depth:
         return await self._of(edge).depth(edge)
 

@@ -55,8 +55,7 @@ class MemoryProducer:
         if self._under_way:
             await asyncio.wait(self._under_way)
         edge.ends.add(EndOfStream(producer=edge.decl.name, replica=self._replica))
-        for group in edge.groups.values():
-            group.serve()
+        edge.serve()
 
 
 class MemoryConsumer:
@@ -144,6 +143,11 @@ class MemoryBroker:
 
     def consumer(self, edge: str, group: str) -> MemoryConsumer:
         return MemoryConsumer(lambda: self._edge(edge), group, self)
+
+    async def seal(self, edge: str, producers: int) -> None:
+        found = self._edge(edge)
+        found.sealed = producers
+        found.serve()
 
     async def depth(self, edge: str) -> Depth:
         found = self._edge(edge)

@@ -189,11 +189,17 @@ class MemoryEdge:
         self._leaving: dict[str, asyncio.Future[None]] = {}
         self.bytes = 0
         self.ends: set[EndOfStream] = set()
+        self.sealed = None if decl.open else decl.producers  # how many producers there have been at the end
         self.puts: deque[tuple[str, bytes, int, asyncio.Future[bool]]] = deque()  # that wait for a place
 
     @property
     def ended(self) -> bool:
-        return len(self.ends) >= self.decl.producers
+        return self.sealed is not None and len(self.ends) >= self.sealed
+
+    def serve(self) -> None:
+        """Look whether somebody waits for what has just become true."""
+        for group in self.groups.values():
+            group.serve()
 
     def admit(self) -> None:
         """Store waiting puts, in order, while they fit."""

@@ -107,6 +107,9 @@ class NatsBroker:
         self._consumers.append(consumer)
         return consumer
 
+    async def seal(self, edge: str, producers: int) -> None:
+        await self._edge(edge).seal(producers)
+
     async def depth(self, edge: str) -> Depth:
         return await self._edge(edge).depth()
 

@@ -27,6 +27,7 @@ _REFRESH_S = 5.0
 DEDUP_S = 3600  # a known id is recognised for this long after its put
 _STREAM_NOT_FOUND = 10059
 _STREAM_DIFFERS = 10058
+_OF = "of"  # of so many producers
 _EdgeDecl = TypeAdapter(EdgeDecl)
 
 
@@ -42,6 +43,7 @@ class NatsEdge:
         self.refreshed = -math.inf  # when the ends were read (monotonic)
         self._decl: EdgeDecl | None = None
         self._ends: set[str] = set()
+        self._sealed: int | None = None  # producers that there have been, once an open edge is sealed
         self._subscriptions: list[Subscription] = []
         self._watching: asyncio.Task[None] | None = None
 
@@ -155,7 +157,10 @@ class NatsEdge:
     @property
     def ended(self) -> bool:
         """All producers have ended, as far as this connection knows."""
-        return self._decl is not None and len(self._ends) >= self._decl.producers
+        if self._decl is None:
+            return False
+        producers = self._sealed if self._decl.open else self._decl.producers
+        return producers is not None and len(self._ends) >= producers
 
     async def watch(self) -> None:
         """From now on know of the ends of producers. Idempotent; a cancelled caller doesn't undo it."""
@@ -180,14 +185,21 @@ class NatsEdge:
         info = await self.ask(f"STREAM.INFO.{self.names.ends_stream}", {"subjects_filter": subject})
         found = cast(dict[str, int], info["state"].get("subjects") or {})
         for end in found:
-            self._ends.add(end.rpartition(".")[2])
+            self._hear(end)
         await self._tell()
 
     async def _on_news(self, msg: Msg) -> None:
         if not msg.subject.startswith(f"{self.names.run}.settled."):
-            self._ends.add(msg.subject.rpartition(".")[2])
+            self._hear(msg.subject)
             await self._tell()
         self._notify()
+
+    def _hear(self, subject: str) -> None:
+        what = subject.rpartition(".")[2]
+        if what.startswith(_OF):
+            self._sealed = int(what.removeprefix(_OF))
+        else:
+            self._ends.add(what)
 
     async def refresh_if_old(self) -> None:
         """A producer that is killed between its end and the notice of it would leave us waiting."""
@@ -195,19 +207,26 @@ class NatsEdge:
             await self.refresh()
 
     async def end(self, replica: int) -> None:
-        """Returns when the end of a producer is durable.
+        """Returns when the end of a producer is durable."""
+        end = EndOfStream(producer=self.name, replica=replica)
+        await self._say(str(replica), encode(end), f"end of replica {replica} on edge {self.name}")
+
+    async def seal(self, producers: int) -> None:
+        """Returns when it is durable that so many producers have been all there are."""
+        await self._say(f"{_OF}{producers}", b"", f"seal edge {self.name} with {producers} producers")
+
+    async def _say(self, what: str, payload: bytes, told: str) -> None:
+        """Something about the end, to who listens now and who asks later.
 
         The server tells subscribers before it stores: who subscribes in between and then reads the stream
         would miss it, so it is told once more afterwards.
         """
         await self.decl()
-        end = EndOfStream(producer=self.name, replica=replica)
-        what = f"end of replica {replica} on edge {self.name}"
         try:
-            await self.link.store(self.names.end_subject(self.name, replica), encode(end), "", what=what)
+            await self.link.store(self.names.end_subject(self.name, what), payload, "", what=told)
         except JetStreamError as error:
-            raise BrokerError(f"{what}: {error}") from None
-        await self.link.publish(self.names.ended_subject(self.name, replica))
+            raise BrokerError(f"{told}: {error}") from None
+        await self.link.publish(self.names.ended_subject(self.name, what))
 
     async def _tell(self) -> None:
         """Whoever learned of the end earlier may have seen a lease of ours that is settled by now."""

@@ -5,6 +5,7 @@
 | edge       | `<run>-<edge>`     | `<run>.edge.<edge>`              |
 | log        | `<run>-log-<log>`  | `<run>.log.<log>.<hash of id>`   |
 | ends       | `<run>-ctl-ends`   | `<run>.end.<edge>.<replica>`     |
+|            |                    | `<run>.end.<edge>.of<producers>` |
 | heartbeats | `<run>-ctl-beats`  | `<run>.beat.<key, "-" as ".">`   |
 | dead       | `<run>-ctl-dead`   | `<run>.dead`                     |
 | hints      | none               | `<run>.settled.<edge>.<group>`   |
@@ -64,11 +65,12 @@ class Names:
     def ends_stream(self) -> str:
         return f"{self.run}-ctl-ends"
 
-    def end_subject(self, edge: str, replica: int | None = None) -> str:
-        return f"{self.run}.end.{token(edge)}.{'*' if replica is None else replica}"
+    def end_subject(self, edge: str, what: str = "*") -> str:
+        """`what`: the replica that has ended, or `of<producers>` that the edge is sealed."""
+        return f"{self.run}.end.{token(edge)}.{what}"
 
-    def ended_subject(self, edge: str, replica: int | None = None) -> str:
-        return f"{self.run}.ended.{token(edge)}.{'*' if replica is None else replica}"
+    def ended_subject(self, edge: str, what: str = "*") -> str:
+        return f"{self.run}.ended.{token(edge)}.{what}"
 
     @property
     def all_ends(self) -> str:

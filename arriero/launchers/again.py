@@ -88,16 +88,19 @@ def begin_again(
     told = {"seed", "deterministic", "wait_bound_s", "liveness_s", "max_dead_letters", "restarts"}
     told |= {"sinks", "metrics_port", "metrics_host"}
     claims = {"claims_url": f"file://{run.path}/{CLAIMS}" if profile else ""}
-    options = options.model_copy(update={key: getattr(given, key) for key in told} | claims)
+    elastic = {"elastic": not (given.inline or given.deterministic)}
+    options = options.model_copy(update={key: getattr(given, key) for key in told} | claims | elastic)
     anew = data_changed(graph, ready.spec, changed)
     resumed = go_on(ready.spec, options, run, changed=changed, anew=anew)
-    for path in (run.path / JOB_FILE, run.cancelled):
+    for path in (run.path / JOB_FILE, run.cancelled, run.prepared):
         path.unlink(missing_ok=True)
     if code is not None:
         manifest = manifest.model_copy(update={"shipped_sha256": code.digest})
         code.write(run.path / FOLDER)
     run.begin_again(resumed.number, ready.spec, options, manifest)
     provenance.write_diffs(run.path, manifest)
+    if profile is not None:
+        run.prepared.touch()
     return Begun(options=options, run=run, seen_as=str(run.path) if profile else "")
 
 

@@ -38,6 +38,7 @@ usage: arriero COMMAND ...
   plan --from RUN                                        what to change about a run
   run|check PIPELINE [the same] --on slurm|kubernetes    on a cluster, with a profile of arriero.toml
   status|logs|cancel RUN                                 a run anywhere: its state, what it prints; stop it
+  scale RUN generator=6 [reward=3]                       replicas join or leave, while the run goes on
   runs [DIR|RUN RUN] [--where key=value]                 list runs; what differs between two
   lineage RUN --step N|--rollout ID|--prompt ID|...      what trained these weights; what became of a prompt
   top RUN|--credentials FILE [--once]                    a run as it goes on: edges, roles, waits, curves
@@ -72,6 +73,7 @@ _ABOUT_RUNS = {
     "status": "job_commands:status",
     "logs": "job_commands:logs",
     "cancel": "job_commands:cancel",
+    "scale": "scale:scale",
 }
 OK, BROKEN, MISTAKE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 

@@ -29,6 +29,7 @@ from arriero.launchers.progress import display_for
 from arriero.launchers.replicas import Replica
 from arriero.launchers.reporter import Reporter
 from arriero.launchers.rundir import RunDir
+from arriero.launchers.scaling import Scaling
 from arriero.launchers.summary import State, result_screen
 from arriero.launchers.supervise import SETTLE_S, Supervisor
 from arriero.schemas.graph import GraphSpec
@@ -81,6 +82,7 @@ class Conductor:
             spec, run.path.name, self.supervisor.vitals, lambda: self.reporter.lines,
             lambda: record.newest if record else (),
         )  # fmt: skip
+        self.scaling = Scaling(spec, options, self.supervisor) if options.elastic else None
         self.brokers: list[Broker] = []
         self._following: asyncio.Task[None] | None = None
         self.supervisor.watch_processes()
@@ -92,6 +94,8 @@ class Conductor:
         self._following = asyncio.create_task(self.reporter.follow(broker))
         if self._recording is not None:
             self._recording.start(broker)
+        if self.scaling is not None:
+            self.scaling.start(broker)
         self.supervisor.watch(self._broadcast.run(broker))
 
     async def outcome(self, work: Coroutine[None, None, None], interrupted: asyncio.Event) -> Outcome:

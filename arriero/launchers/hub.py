@@ -25,6 +25,7 @@ from types import FrameType
 from arriero.engine.backlog import backlog_edge
 from arriero.engine.broker import Broker, BrokerError, EdgeDecl
 from arriero.engine.claim_stores import ClaimStore, FolderStore, UrlStore
+from arriero.engine.elastic import elastic_roles
 from arriero.engine.errors import UserError
 from arriero.engine.fused import fused_edges
 from arriero.engine.lineage.recorder import RECORD, recorded
@@ -73,6 +74,7 @@ def edges(spec: GraphSpec, options: RunOptions) -> list[EdgeDecl]:
     between = [(n.name, n, capacities(spec)[n.name]) for n in outside]
     own = [(backlog_edge(n.name), n, backlogs(spec)[backlog_edge(n.name)]) for n in spec.nodes if n.puts_back]
     taped = recorded(spec) if options.record else ()
+    elastic = elastic_roles(spec) if options.elastic else frozenset[str]()
     return [
         EdgeDecl(
             name=name,
@@ -81,6 +83,7 @@ def edges(spec: GraphSpec, options: RunOptions) -> list[EdgeDecl]:
             capacity=room,
             lease_s=options.lease_s,
             max_deliveries=options.max_deliveries,
+            open=node.role in elastic,
         )
         for name, node, room in (*between, *own)
     ]

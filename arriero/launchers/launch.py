@@ -25,6 +25,7 @@ from arriero.launchers.options import LaunchOptions
 from arriero.launchers.parent import LAUNCHER
 from arriero.launchers.place import attempt
 from arriero.launchers.provenance import own_gpus
+from arriero.launchers.requests import Requests
 from arriero.launchers.resuming import fill_ledger, go_on
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
@@ -86,7 +87,8 @@ async def _launched(
 
     definition = app_def(spec, options, run.path, port=launch.port)
     async with interrupts() as interrupted:
-        app = LocalApp(definition, run.logs, secrets_of, visible_devices(spec, own_gpus()))
+        gpus = own_gpus()
+        app = LocalApp(definition, run.logs, secrets_of, visible_devices(spec, gpus), gpus)
         try:
             conductor = Conductor(spec, options, run, launch, app)
 
@@ -94,6 +96,8 @@ async def _launched(
                 address = await wait_for_hub(run.path, bound_s=_HUB_S, attempt=attempt())
                 link = await NatsBroker.connect(address.url, token, run=options.run_id)
                 conductor.follow(ClaimChecked(link, claim_store(options)))
+                if conductor.scaling is not None:
+                    conductor.supervisor.watch(Requests(conductor.scaling, app, run).follow())
                 await conductor.supervisor.all_ended()
 
             outcome = await conductor.outcome(work(), interrupted)

@@ -11,7 +11,7 @@ import io
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from torchx.runner.api import Runner
 from torchx.schedulers.local_scheduler import CWDImageProvider, LocalScheduler
 from torchx.specs import AppDef
 
+from arriero.engine.errors import UserError
 from arriero.launchers.appdef import HUB, REPLICA
 from arriero.launchers.parent import signal_tree
 
@@ -81,7 +82,7 @@ class _Scheduler(LocalScheduler):
         self, private: Callable[[str], Mapping[str, str]], devices: Mapping[str, str], log_dir: Path
     ) -> None:
         super().__init__("", image_provider_class=CWDImageProvider)
-        self._private, self._devices, self._log_dir = private, devices, log_dir
+        self._private, self.devices, self._log_dir = private, dict(devices), log_dir
         self._jobs: dict[str, tuple[list[str], dict[str, str], str | None]] = {}
         self.started: dict[str, Process] = {}  # by name; of a replica that was started again, the last
 
@@ -94,7 +95,7 @@ class _Scheduler(LocalScheduler):
         cwd: str | None = None,
     ) -> subprocess.Popen[bytes]:
         self._jobs[env[REPLICA]] = (args, env, cwd)
-        own = {"CUDA_VISIBLE_DEVICES": d} if (d := self._devices.get(env[REPLICA])) is not None else {}
+        own = {"CUDA_VISIBLE_DEVICES": d} if (d := self.devices.get(env[REPLICA])) is not None else {}
         role, _, replica = env[REPLICA].rpartition("-")
         process = super().run_local_job(args, {**env, **own, **self._private(role)}, stdout, stderr, cwd)
         assert stderr is not None
@@ -104,6 +105,16 @@ class _Scheduler(LocalScheduler):
         log.symlink_to(os.path.relpath(str(stderr.name), self._log_dir))
         self.started[env[REPLICA]] = Process(role=role, replica=int(replica), process=process, log=log)
         return process
+
+    def run_more(self, role: str, replica: int) -> Process:
+        """Start one more replica, as the first one of its role was; its logs lie beside those."""
+        args, env, cwd = self._jobs[f"{role}-0"]
+        name = f"{role}-{replica}"
+        folder = self.started[f"{role}-0"].log.resolve().parent.with_name(str(replica))
+        folder.mkdir(exist_ok=True)
+        with io.FileIO(folder / "stdout.log", "w") as out, io.FileIO(folder / "stderr.log", "w") as err:
+            self.run_local_job([*args[:-1], str(replica)], {**env, REPLICA: name}, out, err, cwd)
+        return self.started[name]
 
     def run_again(self, name: str) -> Process:
         """Start the replica `name`, which has ended, once more; its logs are continued."""
@@ -132,12 +143,14 @@ class LocalApp:
         log_dir: Path,
         private: Callable[[str], Mapping[str, str]],
         devices: Mapping[str, str],
+        gpus: Sequence[str] = (),
     ) -> None:
         """Start all replicas; `private` of their role is added to their environment, and their GPUs if there
-        are any.
+        are any. `gpus` are all of the run.
 
         Raises OSError.
         """
+        self._gpus = gpus
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         self._scheduler = _Scheduler(private, devices, log_dir)
         # TorchX's handlers raise wherever we happen to be; ours end the run in order.
@@ -160,6 +173,26 @@ class LocalApp:
     def restart(self, name: str) -> Process:
         """Start a replica that has ended once more. Call it from the main thread; raises OSError."""
         return self._scheduler.run_again(name)
+
+    def check_room(self, role: str, count: int) -> None:
+        """Each replica of a role that computes on a GPU gets one that nobody uses. Raises UserError."""
+        free = self._free_gpus()
+        if self._scheduler.devices.get(f"{role}-0") and len(free) < count:
+            raise UserError(
+                f"{role}: {count} more need a GPU each, and of the {len(self._gpus)} of this run "
+                f"{len(free)} are free; scale down first, or use another machine"
+            )
+
+    def join(self, role: str, replica: int) -> Process:
+        """Start one more replica of `role`. Call it from the main thread; raises OSError."""
+        if (given := self._scheduler.devices.get(f"{role}-0")) is not None:
+            self._scheduler.devices[f"{role}-{replica}"] = self._free_gpus()[0] if given else ""
+        return self._scheduler.run_more(role, replica)
+
+    def _free_gpus(self) -> list[str]:
+        devices = self._scheduler.devices
+        used = {gpu for p in self.processes if p.alive for gpu in devices.get(p.name, "").split(",")}
+        return [gpu for gpu in self._gpus if gpu not in used]
 
     def kill(self) -> None:
         """End everything at once. Idempotent."""

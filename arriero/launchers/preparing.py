@@ -93,6 +93,7 @@ def begin(ready: Ready, argv: list[str], profile: Profile | None = None, code: C
         metrics_port=given.metrics_port,
         metrics_host=given.metrics_host,
         claims_url=f"file://{seen_as}/{CLAIMS}" if profile else "",
+        elastic=not (given.inline or given.deterministic),
     )
     manifest = provenance.manifest(
         run_id=options.run_id, pipeline=ready.pipeline, spec=ready.spec, config=ready.config,

@@ -49,6 +49,10 @@ class Restarts:
         """All replicas have been started now."""
         self._began = time.monotonic()
 
+    def joined(self, name: str) -> None:
+        """A replica has been started that the graph doesn't have."""
+        self._at[name] = time.monotonic()
+
     def may(self, p: Replica) -> bool:
         """Whether `p` would be started again if it were killed now."""
         return (

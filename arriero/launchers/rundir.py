@@ -79,9 +79,19 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def prepared(self) -> Path:
+        """There from when `--resume` has prepared the directory for a job until the job begins."""
+        return self.path / "prepared"
+
+    @property
     def cancelled(self) -> Path:
         """There if somebody cancelled the run on its cluster: then its end is no preemption."""
         return self.path / "cancelled"
+
+    @property
+    def scale(self) -> Path:
+        """Requests of `arriero scale` and the answers to them."""
+        return self.path / "scale"
 
     @property
     def logs(self) -> Path:

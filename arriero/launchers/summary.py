@@ -155,7 +155,7 @@ class Account:
         nodes = self._spec.roles[role]
         return [
             found
-            for k in range(nodes[0].replicas)
+            for k in sorted({k for name, k in self._work if name == nodes[0].name})
             if (found := [self._work[n.name, k] for n in nodes if (n.name, k) in self._work])
         ]
 

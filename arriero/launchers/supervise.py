@@ -20,14 +20,16 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 
+from arriero.engine.backlog import node_of
 from arriero.engine.broker import Broker, BrokerError
-from arriero.engine.runtime.journal import follow_control
+from arriero.engine.runtime.journal import announce, follow_control
 from arriero.launchers.burials import Burials
 from arriero.launchers.doctor import diagnosis
 from arriero.launchers.failures import Failure, exited, killed, node_failed, raised, silent
 from arriero.launchers.hub import edges
 from arriero.launchers.replicas import Replica
 from arriero.launchers.restarts import Restarts
+from arriero.launchers.roster import Roster
 from arriero.launchers.vitals import Vitals
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Ended
@@ -58,6 +60,8 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._ended: dict[tuple[str, int], dict[str, int]] = {}  # counters by node, replica
         self._gone: set[str] = set()
+        self.roster = Roster(spec)
+        self.ending = asyncio.Event()  # a node has ended that wasn't told to leave: the run comes to its end
         self.restarts = Restarts(spec, options, start)
         self._broker: Broker | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,6 +83,20 @@ class Supervisor:
     def watch(self, work: Coroutine[None, None, None]) -> None:
         """Run `work` beside; should it raise, the run has failed."""
         self._tasks.append(asyncio.create_task(self._guarded(work)))
+
+    def joined(self, p: Replica) -> None:
+        """Watch a replica that has come to those of the graph."""
+        self._processes[p.name] = p
+        self.restarts.joined(p.name)
+        self._tasks.append(asyncio.create_task(self._watch(p)))
+
+    async def gone(self, name: str, within_s: float) -> None:
+        """Until replica `name`, which was told to leave, has left; after `within_s` it is killed."""
+        leaving = asyncio.create_task(self._until(lambda: name in self._gone))
+        await asyncio.wait({leaving}, timeout=within_s)
+        if not leaving.done():
+            self._processes[name].signal(signal.SIGKILL)
+        await leaving
 
     def fail(self, failure: Failure) -> None:
         """Something went wrong that the caller has seen."""
@@ -118,7 +136,7 @@ class Supervisor:
 
     @property
     def _nodes_ended(self) -> bool:
-        return all((n.name, k) in self._ended for n in self._spec.nodes for k in range(n.replicas))
+        return all(self._role_ended(role, k) for role in self._spec.roles for k in self.roster.of(role))
 
     def _role_ended(self, role: str, replica: int) -> bool:
         return all((n.name, replica) in self._ended for n in self._spec.roles[role])
@@ -145,6 +163,9 @@ class Supervisor:
 
     async def _watch(self, p: Replica) -> None:
         code = await p.ended()
+        if not p.hub and self.roster.leaves(p.role, p.replica) and code <= 0 and self._broker is not None:
+            await self._guarded(self._let_go(p, self._broker))
+            return
         if code < 0 and self._broker is not None and self.restarts.may(p):
             await self._guarded(self._start_again(p, self._broker, -code))
             return
@@ -169,6 +190,21 @@ class Supervisor:
         self._processes[p.name] = again
         self._tasks.append(asyncio.create_task(self._watch(again)))
 
+    async def _let_go(self, p: Replica, broker: Broker) -> None:
+        """`p` has left as it was told to. What it couldn't say any more is said for it."""
+        if not self._role_ended(p.role, p.replica):
+            await asyncio.sleep(SETTLE_S / 2)  # it may still be on its way
+        if not self._role_ended(p.role, p.replica):
+            await broker.evict(f"{p.name}-0")
+            own = {n.name for n in self._spec.roles[p.role]}
+            made = [e for e in edges(self._spec, self._options) if node_of(e.name) in own]
+            await asyncio.gather(*(broker.producer(e.name, p.replica).end() for e in made))
+            for name in own:
+                await announce(broker, Ended(node=name, replica=p.replica))
+        self._gone.add(p.name)
+        self.vitals.forget(p.role, p.replica)
+        self._changed.set()
+
     async def _follow_control(self, broker: Broker) -> None:
         async for message in follow_control(broker):
             if not isinstance(message, Ended):
@@ -177,6 +213,8 @@ class Supervisor:
                 self._tasks.append(asyncio.create_task(self._node_failed(message)))
             else:
                 self._ended[message.node, message.replica] = message.counts
+                if not self.roster.leaves(self._spec.node(message.node).role, message.replica):
+                    self.ending.set()
                 self._changed.set()
 
     async def _node_failed(self, ended: Ended) -> None:
@@ -213,7 +251,7 @@ class Supervisor:
         return {
             key
             for role, nodes in self._spec.roles.items()
-            for k in range(nodes[0].replicas)
+            for k in self.roster.of(role)
             for rank in range(nodes[0].ranks)
             if not (f"{role}-{k}" in self._gone or self._role_ended(role, k))
             if self._age_s(key := f"{role}-{k}-{rank}") > self._bound_s(key)
@@ -234,7 +272,9 @@ class Supervisor:
 
     async def _say_silent(self, key: str) -> None:
         name, _, rank = key.rpartition("-")
-        if (p := self._processes.get(name)) is not None and self.restarts.may(p):
+        if (p := self._processes.get(name)) is not None and (
+            self.roster.leaves(p.role, p.replica) or self.restarts.may(p)
+        ):
             p.signal(signal.SIGKILL)  # its end is seen, and it starts again
             return
         shown = name if rank == "0" else f"{name} rank {rank}"

@@ -35,6 +35,11 @@ class Vitals:
         self._edges = edges
         self.pulses: dict[str, Pulse] = {}
         self.depths: dict[str, Depth] = {}
+        self._left: set[tuple[str, int]] = set()
+
+    def forget(self, role: str, replica: int) -> None:
+        """It has left while the run goes on; what it said last is of no interest."""
+        self._left.add((role, replica))
 
     async def poll(self, broker: Broker) -> None:
         """Raises BrokerError if the engine doesn't answer."""
@@ -45,7 +50,8 @@ class Vitals:
             except ValidationError as error:  # its sender will be missed
                 _log.warning("what %s says of itself can't be read: %s", key, one_line(error))
                 continue
-            pulses[key] = Pulse(status=status, age_s=beat.age_s)
+            if (status.role, status.replica) not in self._left:
+                pulses[key] = Pulse(status=status, age_s=beat.age_s)
         self.pulses = pulses
         depths = await asyncio.gather(*(broker.depth(e) for e in self._edges))
         self.depths = dict(zip(self._edges, depths, strict=True))

@@ -133,6 +133,18 @@ class Restarted(Message):
     why: str
 
 
+class Scaled(Message):
+    """Replicas of `role` joined, and others were told to leave; `id` is that of the request."""
+
+    kind: Literal["scaled"] = "scaled"
+    id: str
+    role: str
+    joined: tuple[NonNegativeInt, ...] = ()
+    leaving: tuple[NonNegativeInt, ...] = ()
+    number: PositiveInt
+    """Of replicas that stay."""
+
+
 class Resumed(Message):
     """The run goes on after all of it had ended, from these `versions` by trainer; the `number`-th time.
 
@@ -152,7 +164,16 @@ class Resumed(Message):
 
 Step = Trained | Learned
 Event = Annotated[
-    Admitted | DroppedEvent | Trained | Unhealthy | Learned | Evaluated | Started | Restarted | Resumed,
+    Admitted
+    | DroppedEvent
+    | Trained
+    | Unhealthy
+    | Learned
+    | Evaluated
+    | Started
+    | Restarted
+    | Scaled
+    | Resumed,
     Field(discriminator="kind"),
 ]
 # A union doesn't take over the setting of its members: a metric that overflowed would be written as null.
@@ -175,6 +196,22 @@ class Ended(Message):
     counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
 
 
+class Joined(Message):
+    """Control: these replicas have come to those that the graph gives `role`. They are announced first."""
+
+    kind: Literal["joined"] = "joined"
+    role: str
+    replicas: tuple[NonNegativeInt, ...]
+
+
+class Leave(Message):
+    """Control: replica `replica` of `role` takes nothing more, answers what it has, and ends."""
+
+    kind: Literal["leave"] = "leave"
+    role: str
+    replica: NonNegativeInt
+
+
 class Stop(Message):
     """Control: everybody leaves now; what is in flight stays untrained."""
 
@@ -182,7 +219,7 @@ class Stop(Message):
     reason: str
 
 
-Control = Annotated[Ended | Stop, Field(discriminator="kind")]
+Control = Annotated[Ended | Joined | Leave | Stop, Field(discriminator="kind")]
 CONTROL: TypeAdapter[Control] = TypeAdapter(Control)
 
 LEDGER_LOG = "ledger"

@@ -19,6 +19,7 @@ class RunOptions(Message):
     `wait_bound_s` bounds every wait for a record, a place or a version; `liveness_s` the age of a heartbeat.
     `claims_url`: where the hosts of a cluster find payloads too large for an edge; empty: memory of one host.
     `metrics_port`: where Prometheus finds the run; None: nowhere.
+    `elastic`: replicas may join and leave while it goes on (`arriero scale`).
     """
 
     run_id: str
@@ -38,6 +39,7 @@ class RunOptions(Message):
     sinks: tuple[SinkName, ...] = ("tensorboard",)
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     metrics_host: str = "127.0.0.1"
+    elastic: bool = False
 
 
 class NodeStatus(Message):

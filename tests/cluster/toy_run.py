@@ -12,6 +12,7 @@ class ToyConfig:
     steps: PositiveInt = 3
     seconds: NonNegativeFloat = 0.05
     generators: PositiveInt = 2
+    generator_s: NonNegativeFloat = 0.0
     ranks: PositiveInt = 1
     text_bytes: PositiveInt = 3
     fault: Fault = ""
@@ -21,7 +22,9 @@ class ToyConfig:
 def toy_run(cfg: ToyConfig) -> Graph:
     """Toy components that sleep instead of computing."""
     return toy_graph(
-        generator=ToyGenerator(fault=cfg.fault, fault_at=cfg.fault_at, text_bytes=cfg.text_bytes),
+        generator=ToyGenerator(
+            fault=cfg.fault, fault_at=cfg.fault_at, text_bytes=cfg.text_bytes, seconds=cfg.generator_s
+        ),
         trainer=ToyTrainer(steps=cfg.steps, seconds=cfg.seconds),
         generators=cfg.generators,
         ranks=cfg.ranks,

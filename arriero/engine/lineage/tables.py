@@ -25,6 +25,7 @@ from arriero.schemas.ledger import (
     Event,
     Restarted,
     Resumed,
+    Scaled,
     Trained,
     Unhealthy,
 )  # fmt: skip
@@ -182,6 +183,11 @@ def _told(e: Event) -> dict[str, Any]:
             }  # fmt: skip
         case Restarted():
             return {"kind": e.kind, "node": e.name, "number": e.number, "detail": e.why}
+        case Scaled():
+            moved = [f"{e.role}-{k} joined" for k in e.joined] + [f"{e.role}-{k} leaves" for k in e.leaving]
+            return {
+                "kind": e.kind, "id": e.id, "node": e.role, "number": e.number, "detail": ", ".join(moved),
+            }  # fmt: skip
         case Resumed():
             told = ", ".join(f"{node} from version {v}" for node, v in e.versions.items())
             return {

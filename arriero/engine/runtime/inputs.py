@@ -74,6 +74,7 @@ class EdgeSource(Generic[R]):
         self._answered: dict[str, None] = {}  # in order, the last `_REMEMBERED`
         self._ahead = self._leasing = self._returns = 0
         self._over = False  # as far as the last lease call knows
+        self._closed = False
         self._changed, self._room, self._reopened = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._emptier = asyncio.Event()
         self._error: BaseException | None = None
@@ -92,7 +93,7 @@ class EdgeSource(Generic[R]):
         await asyncio.gather(*self._fetchers, return_exceptions=True)
         ahead = [lease for lease, _ in self._ready]
         self._ready.clear()
-        self._over = True
+        self._over = self._closed = True
         self._changed.set()
         self._emptier.set()
         await asyncio.gather(*(give_back(lease, self._max_deliveries) for lease in ahead))
@@ -173,7 +174,9 @@ class EdgeSource(Generic[R]):
         return self.taken.pop(key)[0]
 
     def came_back(self) -> None:
-        """A lease of ours was given back: ask again, even if the edge had ended."""
+        """A lease of ours was given back: ask again, even if the edge had ended. Once closed, others do."""
+        if self._closed:
+            return
         self._returns += 1
         self._over = False
         self._reopened.set()

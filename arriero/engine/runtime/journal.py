@@ -18,9 +18,12 @@ from arriero.schemas.ledger import (
     Ended,
     Evaluated,
     Event,
+    Joined,
     Learned,
+    Leave,
     Restarted,
     Resumed,
+    Scaled,
     Started,
     Stop,
     Trained,
@@ -47,6 +50,8 @@ def event_id(event: Event) -> str:
             return f"started:{event.life}"
         case Restarted():
             return f"restarted:{event.name}:{event.number}"
+        case Scaled():
+            return f"scaled:{event.id}"
         case Resumed():
             return f"resumed:{event.number}"
 
@@ -69,9 +74,15 @@ async def follow_ledger(broker: Broker) -> AsyncIterator[Event]:
 
 async def announce(broker: Broker, message: Control) -> None:
     """Append `message` to the control log. A replica can fail, start again and end well: two messages."""
-    name = "stop"
-    if isinstance(message, Ended):
-        name = f"{'failed' if message.error else 'ended'}:{message.node}:{message.replica}"
+    match message:
+        case Ended():
+            name = f"{'failed' if message.error else 'ended'}:{message.node}:{message.replica}"
+        case Joined():
+            name = f"joined:{message.role}:{max(message.replicas)}"
+        case Leave():
+            name = f"leave:{message.role}:{message.replica}"
+        case Stop():
+            name = "stop"
     await broker.append(CONTROL_LOG, name, CONTROL.dump_json(message))
 
 
@@ -82,19 +93,23 @@ async def follow_control(broker: Broker) -> AsyncIterator[Control]:
 
 
 class Progress:
-    """Which nodes have ended well, from the control log; somebody has to run `follow`."""
+    """Which nodes have ended well, from the control log; somebody has to run `follow`.
 
-    def __init__(self, spec: GraphSpec, broker: Broker) -> None:
-        self._spec, self._broker = spec, broker
+    `leave`: replica `replica` of `role`, whose progress it is, was told to leave.
+    """
+
+    def __init__(self, spec: GraphSpec, broker: Broker, role: str, replica: int) -> None:
+        self._spec, self._broker, self._here = spec, broker, (role, replica)
+        self._replicas = {n.name: {*range(n.replicas)} for n in spec.nodes}
         self._ended: dict[str, set[int]] = {n.name: set() for n in spec.nodes}
         self._sinks = [n.name for n in spec.nodes if not spec.consumers(n.name)]
         self.consumers_left = {n.name: asyncio.Event() for n in spec.nodes if spec.consumers(n.name)}
         self.loops_over = {loop.name: asyncio.Event() for loop in spec.loops}
         self.sinks_ended = asyncio.Event()
-        self.stopped = asyncio.Event()
+        self.leave, self.stopped = asyncio.Event(), asyncio.Event()
 
     def ended(self, node: str) -> bool:
-        return len(self._ended[node]) >= self._spec.node(node).replicas
+        return self._replicas[node] <= self._ended[node]
 
     async def follow(self) -> None:
         async for message in follow_control(self._broker):
@@ -104,6 +119,12 @@ class Progress:
                     self._update()
                 case Ended():  # whoever supervises the run decides: start it again, or stop all
                     pass
+                case Joined():
+                    for node in self._spec.roles[message.role]:
+                        self._replicas[node.name].update(message.replicas)
+                case Leave():
+                    if (message.role, message.replica) == self._here:
+                        self.leave.set()
                 case Stop():
                     self.stopped.set()
 

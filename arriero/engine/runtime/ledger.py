@@ -16,6 +16,7 @@ from arriero.schemas.ledger import (
     Learned,
     Restarted,
     Resumed,
+    Scaled,
     Trained,
     Unhealthy,
 )  # fmt: skip
@@ -37,7 +38,7 @@ def effective(events: Iterable[Event]) -> list[Event]:
                 kept = _without([k for k in kept if not _undone(k, event, for_good)], gone)
                 if event.anew:
                     for_good |= {k.parent for k in kept if isinstance(k, DroppedEvent)}
-            case Restarted():
+            case Restarted() | Scaled():
                 pass
             case _:
                 kept.append(event)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from arriero.engine.backlog import Backlog
 from arriero.engine.broker import Broker, Lease
 from arriero.engine.component import Recovers
+from arriero.engine.fused import fused_edges
 from arriero.engine.graph import Graph, PerRecord
 from arriero.engine.runtime.context import Context, enter
 from arriero.engine.runtime.frontier import FrontierFold
@@ -159,6 +160,13 @@ class NodeRunner:
             await asyncio.gather(*(source.stop() for source in self._sources()))
             await self.outbox.stop()
             self.clock.stop()
+
+    async def leave(self) -> None:
+        """Take nothing more from outside this process; the component ends when it has answered the rest."""
+        inside = fused_edges(self.spec, self.options)
+        for port, source in self._edges.items():
+            if port not in self.node.inputs or self.node.inputs[port].source not in inside:
+                await source.close()
 
     def _sources(self) -> list[EdgeSource[Any] | LoopSource]:
         return [*self._edges.values(), *self._loop_inputs]

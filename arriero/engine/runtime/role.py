@@ -56,7 +56,7 @@ async def run_role(
     """
     graph = Graph.from_spec(spec)
     broker = await fused(broker, spec, options, role)
-    progress = Progress(spec, broker)
+    progress = Progress(spec, broker, role, replica)
     world = World(rank, ranks, options.wait_bound_s)
     names = [n.name for n in spec.roles[role] if n.inputs or rank == 0]
     contexts = {
@@ -71,7 +71,12 @@ async def run_role(
     )
     await _until_all_end(
         [_run_node(runner, replica, rank, broker) for runner in runners],
-        [progress.follow(), lag.measure(), _raise_when(progress.stopped)],
+        [
+            progress.follow(),
+            lag.measure(),
+            _raise_when(progress.stopped),
+            _leave_when(progress.leave, runners),
+        ],
     )
     world.close()
 
@@ -105,6 +110,12 @@ async def _until_all_end(
 async def _raise_when(stopped: asyncio.Event) -> None:
     await stopped.wait()
     raise Stopped
+
+
+async def _leave_when(told: asyncio.Event, runners: Iterable[NodeRunner]) -> None:
+    await told.wait()
+    for runner in runners:
+        await runner.leave()
 
 
 async def _run_node(runner: NodeRunner, replica: int, rank: int, broker: Broker) -> None:

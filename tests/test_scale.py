@@ -1,0 +1,296 @@
+"""Replicas that join and leave while a run goes on: nothing lost, nothing twice, an end for all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arriero.engine.backlog import node_of
+from arriero.engine.broker import Broker
+from arriero.engine.elastic import check_role, check_scaled, elastic_roles
+from arriero.engine.errors import UserError
+from arriero.engine.runtime.journal import announce
+from arriero.launchers.audit import audited
+from arriero.launchers.cli import main
+from arriero.launchers.hub import edges
+from arriero.launchers.launch import inline
+from arriero.launchers.options import LaunchOptions
+from arriero.launchers.roster import Roster
+from arriero.launchers.rundir import RunDir, create, write_json
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.ledger import Joined, Leave
+from arriero.schemas.run import RunOptions
+from tests.brokers import Engine
+from tests.runtime_runs import Noting, Prompts, check_books, declare, options, read, replica, start
+from tests.test_handover import WORKERS, Segmented, graph
+from tests.toys import ToyTrainer, toy_graph
+
+ROOT = Path(__file__).parents[1]
+
+
+# --- in one process -----------------------------------------------------------------------------------------
+
+
+class Coming:
+    """Roles as tasks, more of which join and leave."""
+
+    def __init__(self, spec: GraphSpec, opts: RunOptions, engine: Engine, owner: Broker) -> None:
+        self.spec, self.opts, self.engine, self.owner = spec, opts, engine, owner
+        self.roster = Roster(spec)
+        self.tasks = start(spec, opts, engine)
+
+    async def join(self, role: str) -> None:
+        (number,) = self.roster.join(role, 1)
+        await announce(self.owner, Joined(role=role, replicas=(number,)))
+        own = replica(self.spec, self.opts, self.engine, role, number)
+        self.tasks[role, number] = asyncio.create_task(own)
+
+    async def leave(self, role: str) -> None:
+        *_, last = self.roster.staying(role)
+        self.roster.leave(role, [last])
+        await announce(self.owner, Leave(role=role, replica=last))
+
+    async def end(self) -> None:
+        """When the source has ended nobody joins any more, as in a run."""
+        await self.tasks["prompts", 0]
+        for edge in edges(self.spec, self.opts):
+            if edge.open:
+                of = self.roster.of(self.spec.node(node_of(edge.name)).role)
+                await self.owner.seal(edge.name, len(of))
+        await asyncio.gather(*self.tasks.values())
+
+
+async def test_replicas_that_join_and_leave_cost_no_prompt_and_take_none_twice(engine: Engine) -> None:
+    spec = graph(Segmented(most=4, seconds=0.01), trainer=Noting(steps=30), prompts=Prompts(held_out=3))
+    opts = options(engine.run, elastic=True, max_deliveries=20)
+    run = Coming(spec, opts, engine, await declare(spec, opts, engine))
+    draw = random.Random(engine.kind)
+    try:
+        async with asyncio.timeout(60):
+            for _ in range(12):
+                await asyncio.sleep(draw.uniform(0.0, 0.1))
+                role = draw.choice(["generator", "generator", "reward"])
+                can_leave = len(run.roster.staying(role)) > 1
+                await (run.leave if can_leave and draw.random() < 0.5 else run.join)(role)
+            await run.end()
+    finally:
+        for task in run.tasks.values():
+            task.cancel()
+        await asyncio.gather(*run.tasks.values(), return_exceptions=True)
+    assert len(run.roster.of("generator")) > 2
+    played = await read(run.owner)
+    ledger = check_books(played, engine.run, staleness=1, groups=4)
+    assert ledger.trained == 30 * 4
+    assert played.dead == []
+    assert {k for workers in WORKERS[engine.run].values() for k in workers} > {0}
+
+
+async def test_who_leaves_answers_what_it_has_and_ends_while_the_others_go_on(engine: Engine) -> None:
+    spec = graph(Segmented(most=2, seconds=0.01, replicas=2), trainer=Noting(steps=40))
+    opts = options(engine.run, elastic=True)
+    run = Coming(spec, opts, engine, await declare(spec, opts, engine))
+    async with asyncio.timeout(60):
+        while 1 not in {k for workers in WORKERS[engine.run].values() for k in workers}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await run.leave("generator")
+        await run.tasks["generator", 1]
+        assert not run.tasks["generator", 0].done()
+        await run.end()
+    played = await read(run.owner)
+    assert {*check_books(played, engine.run, staleness=1, groups=4).dropped} <= {"stale"}
+    assert played.dead == []
+
+
+def test_a_number_is_given_once_and_those_that_came_last_leave_first() -> None:
+    roster = Roster(toy_graph(generators=2).check())
+    assert roster.join("generator", 2) == (2, 3)
+    roster.leave("generator", [3])
+    assert roster.join("generator", 1) == (4,)
+    assert roster.staying("generator") == [0, 1, 2, 4]
+    assert list(roster.of("generator")) == [0, 1, 2, 3, 4]
+    assert roster.leaves("generator", 3)
+
+
+def test_what_may_have_several_replicas_may_be_scaled_and_nothing_else() -> None:
+    spec = toy_graph(ranks=2).check()
+    assert elastic_roles(spec) == {"generator", "reward"}
+    for role, why in {
+        "prompts": "a source has one replica",
+        "collect": "gathers several records",
+        "trainer": "2 ranks",
+    }.items():
+        with pytest.raises(UserError, match=why):
+            check_role(spec, role)
+    check_scaled(spec, "generator", 60)
+
+
+def test_an_inline_run_has_only_edges_that_nobody_joins(tmp_path: Path) -> None:
+    spec = toy_graph(trainer=ToyTrainer(steps=2)).check()
+    opts = RunOptions(run_id="closed")
+    assert not any(e.open for e in edges(spec, opts))
+    run = create(tmp_path / "run")
+    write_json(run.graph, spec)
+    assert inline(spec, opts, run, LaunchOptions(quiet=True)) == 0
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+class Running:
+    """`arriero run` on toy components, in a process of its own."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.path = folder / "run"
+        command = [sys.executable, "-m", "arriero", "run", "tests/cluster/toy_run.py"]
+        self._errors = folder / "errors"
+        with self._errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*command, "--run-dir", str(self.path), *words], cwd=ROOT, stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )  # fmt: skip
+
+    @property
+    def errors(self) -> str:
+        return self._errors.read_text()
+
+    def steps(self) -> int:
+        metrics = self.path / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def until(self, condition: object, timeout_s: float = 120.0) -> None:
+        assert callable(condition)
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.errors
+            assert time.monotonic() < deadline, self.errors
+            time.sleep(0.02)
+
+    def given(self, key: str) -> int:
+        """Records that a replica has given, by its last heartbeat."""
+        pulse = RunDir(self.path).read_vitals().pulses.get(f"{key}-0")
+        return pulse.status.nodes[0].given if pulse else 0
+
+    def of(self, role: str, number: int) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for p in psutil.process_iter(["cmdline"]):
+            words = " ".join(p.info["cmdline"] or ())
+            if str(self.path) in words and f"--role {role} --replica {number}" in words:
+                found.append(p)
+        return found
+
+    def scale(self, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["scale", str(self.path), *words])
+        said = capsys.readouterr()
+        return code, said.err or said.out
+
+
+@pytest.mark.timeout(300)
+def test_generators_and_rewards_join_and_leave_a_running_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Running(
+        tmp_path, "--generators", "1", "--generator-s", "0.05", "--seconds", "0.02", "--steps", "90"
+    )
+    try:
+        run.until(lambda: run.steps() >= 2)
+        code, said = run.scale(capsys, "generator=3", "reward=2")
+        assert code == 0
+        assert said.splitlines() == [
+            "generator: 1 -> 3, generator-1, generator-2 join",
+            "reward: 1 -> 2, reward-1 join",
+        ]
+        run.until(lambda: all(run.given(k) for k in ("generator-1", "generator-2", "reward-1")))
+        (joined,) = run.of("generator", 1)
+        joined.kill()
+        run.until(
+            lambda: "generator-1 was killed by signal 9 (SIGKILL)" in run.errors and run.of("generator", 1)
+        )
+        (stopped,) = run.of("generator", 2)
+        stopped.suspend()  # it can't do what it is told, so it is killed
+        code, said = run.scale(capsys, "generator=1", "reward=1", "--within", "1")
+        assert (code, said.splitlines()[0]) == (
+            0, "generator: 3 -> 1, generator-1, generator-2 leave within 1 s",
+        )  # fmt: skip
+        gone = [("generator", 1), ("generator", 2), ("reward", 1)]
+        run.until(lambda: not any(run.of(*who) for who in gone))
+        before = run.steps()
+        run.until(lambda: run.steps() > before + 2)
+        assert run.scale(capsys, "trainer=2")[0] == 2
+        assert run.process.wait(120) == 0, run.errors
+    finally:
+        run.process.kill()
+        run.process.wait()
+    summary = RunDir(run.path).read_summary()
+    assert (summary.state, summary.steps, summary.groups_trained) == ("finished", 90, 360)
+    assert {*summary.groups_dropped} <= {"stale"}
+    events = [json.loads(line) for line in RunDir(run.path).ledger.read_text().splitlines()]
+    scaled = [(e["role"], e["joined"], e["leaving"], e["number"]) for e in events if e["kind"] == "scaled"]
+    assert scaled == [
+        ("generator", [1, 2], [], 3), ("reward", [1], [], 2), ("generator", [], [1, 2], 1),
+        ("reward", [], [1], 1),
+    ]  # fmt: skip
+    trained = [k for e in events if e["kind"] == "trained" for k in e["origins"]]
+    assert len(trained) == len({*trained}) == 360
+    assert audited(str(run.path)).findings == []
+    code, said = run.scale(capsys, "generator=2")
+    assert code == 2
+    assert said == f"arriero: error: {run.path} doesn't run any more; arriero run --resume goes on with it\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generator=0"], "generator=0: a role keeps at least one replica; to stop the run: arriero cancel"),
+        (["generator=two"], "a role keeps at least one replica"),
+        (["generatr=2"], "toy has no role generatr; did you mean generator?"),
+        (["trainer=2"], "trainer: it closes a loop, so it has one replica, not 2; use ranks"),
+        (["generator=2", "--within", "soon"], "--within takes seconds, not 'soon'"),
+        (["generator=2", "--with"], "unknown option --with"),
+        ([], "usage: arriero scale RUN ROLE=N"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    path = described(tmp_path)
+    assert main(["scale", str(path), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_deterministic_run_and_one_in_one_process_keep_their_replicas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        ("--deterministic", "a deterministic run keeps"),
+        ("--inline", "the run is one process"),
+    ):
+        path = described(tmp_path / words, words)
+        assert main(["scale", str(path), "generator=2"]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert len(error.splitlines()) == 1
+
+
+def test_a_run_that_there_is_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", str(tmp_path / "nowhere"), "generator=2"]) == 2
+    assert "is this a run directory" in capsys.readouterr().err
+
+
+def described(folder: Path, *words: str) -> Path:
+    """The directory of a run that hasn't been started."""
+    from arriero.launchers import catalog, preparing
+
+    path = folder / "run"
+    pipeline = catalog.find(str(ROOT / "tests" / "cluster" / "toy_run.py"))
+    ready = preparing.prepare(pipeline, ["--run-dir", str(path), *words])
+    preparing.begin(ready, ["arriero", "run"])
+    return path
