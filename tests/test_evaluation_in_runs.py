@@ -93,10 +93,12 @@ def rounds(events: list[Event]) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "by"), [("memory", "own"), ("nats", "auto"), ("nats", "same")], indirect=["engine"]
+    ("engine", "by", "transport"),
+    [("memory", "own", "gloo"), ("nats", "auto", "shm"), ("nats", "same", "shm")],
+    indirect=["engine"],
 )
 async def test_an_evaluation_is_of_one_version_while_training_goes_on(
-    engine: Engine, by: str, tmp_path: Path
+    engine: Engine, by: str, transport: str, tmp_path: Path
 ) -> None:
     """Two steps take less time than the held-out prompts: sampled by the newest weights they would mix."""
     data = PromptSource(
@@ -110,6 +112,7 @@ async def test_an_evaluation_is_of_one_version_while_training_goes_on(
         "staleness": 2,
         "groups_per_step": 2,
         "evaluation_engine": by,
+        "weights": {"transport": transport},
     }
     events = await play(tmp_path, engine, **fields, samples=4, slots=16, generators=2)
     back = rounds(events)

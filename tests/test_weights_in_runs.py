@@ -7,7 +7,9 @@ that is what `fresh_mismatch` measures, and it shows every fault of the way from
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,32 @@ def test_a_generator_that_fails_is_named_by_the_trainer(
     assert "generator generator-1 has not taken its last weights: WeightError: received 0 of" in caplog.text
     receiver.close()
     publish.close()
+
+
+def test_a_trainer_whose_versions_are_evaluated_stays_until_its_generators_have_left(
+    context: Context,
+) -> None:
+    state, metrics = trained(random_batch([9, 14, 5], prompt=3), AdamW(lr=1e-3))
+    bound_s = 0.1
+    publish = Publisher(
+        state,
+        WeightPlane(transport="gloo", lease_timeout_s=bound_s),
+        replace(context, evaluates_every=1, wait_bound_s=60.0),
+    )
+    first = publish(0, {}).manifest
+    state.step(random_batch([9, 14, 5], prompt=3, seed=4))
+    last = publish(1, metrics).manifest
+    assert first is not None
+    assert last is not None
+    receiver = WeightReceiver("generator-0")
+    into = receiver.tensors(first)
+    receiver.receive(last, into)
+    ending = threading.Thread(target=publish.close)
+    ending.start()
+    ending.join(10 * bound_s)
+    receiver.receive(first, into)  # an evaluation that another generator had begun
+    receiver.receive(last, into)
+    assert ending.is_alive()
+    receiver.close()
+    ending.join(60)
+    assert not ending.is_alive()

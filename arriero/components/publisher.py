@@ -60,6 +60,8 @@ class Publisher:
     def __init__(self, state: Learner, plane: WeightPlane, context: Context) -> None:
         self._state, self._plane = state, plane
         self._sender: WeightSender | None = None
+        # Who is busy with one evaluation takes the version of the next, which may be the last, after it.
+        self._evaluations_s = context.wait_bound_s if context.evaluates_every else None
         # A new loop in an old run: nobody has the last version, and evaluations of it may be due.
         self._somebody_comes = context.announced < 0 and bool(context.made)
         self._first = not context.rank
@@ -80,7 +82,7 @@ class Publisher:
     def close(self) -> None:
         """Wait until generators have what only this process holds, within the bound, and close."""
         if self._sender is not None:
-            self._sender.close(somebody_comes=self._somebody_comes)
+            self._sender.close(somebody_comes=self._somebody_comes, left_within_s=self._evaluations_s)
 
     def _open(self, context: Context) -> WeightSender:
         import torch.distributed as dist

@@ -34,6 +34,8 @@ class Context:
     """Of who closes a loop of weights: over how many ranks its followers split them, each number once."""
     evaluates_every: int = 0
     """Versions between evaluations during training; 0: there are none. These versions are kept."""
+    wait_bound_s: float = 1800.0
+    """Longest wait for a record, a place or a version."""
     secret: bytes = field(default=b"", repr=False)
     """Of the run; both ends of a connection of the weight plane prove that they know it."""
     count: Callable[[str, int], None] = lambda name, number: None

@@ -198,6 +198,7 @@ def _context(
         rank=rank,
         ranks=ranks,
         seed=options.seed,
+        wait_bound_s=options.wait_bound_s,
         secret=secret,
         deterministic=options.deterministic,
         staleness=max((loop.staleness for loop in spec.loops), default=0),

@@ -95,6 +95,18 @@ class LeaseServer:
                 lambda: self._closed or any(v.slot is not None for v in self._visitors.values()), within_s
             )
 
+    def await_left(self, within_s: float) -> None:
+        """Wait until every receiver has left or died; those that are waited for are named."""
+        with self._changed:
+            if names := self._present():
+                log.info("waiting until %s have left, up to %.0f s", ", ".join(names), within_s)
+                self._changed.wait_for(lambda: self._closed or not self._present(), within_s)
+            if names := self._present():
+                log.warning("%s have not left within %.0f s; going on", ", ".join(names), within_s)
+
+    def _present(self) -> list[str]:
+        return sorted(v.name for v in self._visitors.values() if not v.outcome.gone)
+
     def await_visitor(self, within_s: float) -> bool:
         """Whether a receiver has ever joined, now or within so many seconds."""
         with self._changed:
@@ -213,6 +225,7 @@ class LeaseServer:
                     return messages.Done()
                 case messages.Leave():
                     self._visitors.pop(visitor.name, None)
+                    self._changed.notify_all()
                     return messages.Done()
                 case messages.Join():
                     return messages.Refused(f"{visitor.name} has joined already")

@@ -109,18 +109,22 @@ class WeightSender:
         """As `ShardSender.failures`."""
         return self.shards.failures()
 
-    def close(self, *, somebody_comes: bool = False) -> None:
+    def close(self, *, somebody_comes: bool = False, left_within_s: float | None = None) -> None:
         """Give the buffers back. What lies in shared memory or a store stays until the run's owner goes.
 
         With the other transports it ends with these processes, so they wait first, within the bound of a
         lease, until every receiver has taken the last version or has left. With `somebody_comes` they wait
-        as long for the first receiver, if there was none yet.
+        as long for the first receiver, if there was none yet. Receivers that ask for older versions, and for
+        the last one much later, are waited for until they have left, up to `left_within_s`.
         """
         if self._last is not None and self._served is not None:
             if not self._ranks.rank:
                 if somebody_comes:
                     self._served.await_visitor()
-                self.shards.report(self._last, timeout_s=self._bound_s)
+                if left_within_s is None:
+                    self.shards.report(self._last, timeout_s=self._bound_s)
+                else:
+                    self._served.await_left(left_within_s)
             self._ranks.gather(b"")
         self.shards.close()
 

@@ -72,6 +72,10 @@ class ServedOutlet:
     def outcomes(self) -> Mapping[str, Outcome]:
         return self._server.outcomes()
 
+    def await_left(self, within_s: float) -> None:
+        """Wait until every receiver has left or died."""
+        self._server.await_left(within_s)
+
     def await_visitor(self) -> None:
         """Wait until a receiver has joined, unless one has before; no longer than a lease may take."""
         self._server.await_visitor(self._lease_timeout_s)
