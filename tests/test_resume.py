@@ -21,6 +21,7 @@ from arriero.engine.lineage.reader import Lineage
 from arriero.engine.runtime.ledger import effective
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
+from arriero.launchers.resuming import go_on, prepared
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.ledger import EVENT, Admitted, Resumed, Trained
 from tests.inline_runs import saved
@@ -246,3 +247,21 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     # Sums over ranks come in another order; Adam makes the most of a difference in its first steps.
     assert all(torch.allclose(one[name], same[name], atol=1e-3) for name in same)
     assert [f"{f.check}: {f.what}" for f in audited(str(parts)).findings] == []
+
+
+def test_an_attempt_that_dies_before_its_first_event_is_followed_by_one_that_looks_anew(
+    task: list[str], tmp_path: Path
+) -> None:
+    """What `--resume` has prepared counts for one attempt of a job; the next goes on from what it finds."""
+    assert run("aipo", *task, "--steps", "2", "--run-dir", str(tmp_path / "run")) == 0
+    left = RunDir(tmp_path / "run")
+    spec, options = left.read_graph(), left.read_options()
+    first = go_on(spec, options, left)
+    left.prepared.touch()
+    assert prepared(left) == first
+    assert prepared(left) is None
+    second = go_on(spec, options, left, why="the job was started again")
+    assert second.versions == first.versions == {"trainer": 2}
+    told = [EVENT.validate_json(line) for line in left.ledger.read_bytes().splitlines()]
+    assert [event for event in told if isinstance(event, Resumed)] == [second]  # the record lacks the first
+    assert prepared(left) is None

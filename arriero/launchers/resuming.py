@@ -67,11 +67,16 @@ def go_on(
 
 
 def prepared(run: RunDir) -> Resumed | None:
-    """What the run goes on from where `go_on` was the last that happened in its directory."""
-    if not (run.history.exists() and run.ledger.exists()):
+    """What a job goes on from if `--resume` has prepared it; once, for what comes after is another attempt's.
+
+    One that dies before its first event leaves the same directory, but perhaps a record that says more.
+    """
+    try:
+        run.prepared.unlink()
+    except FileNotFoundError:
         return None
-    events = _ledger(run.ledger)
-    return last if events and isinstance(last := events[-1], Resumed) else None
+    resumed, _ = read_history(run)
+    return resumed
 
 
 def check_can_go_on(spec: GraphSpec, options: RunOptions) -> None:
