@@ -41,6 +41,10 @@ from arriero.schemas.messages import Dropped, Prompt, RolloutGroup, Weights
 if TYPE_CHECKING:
     from arriero.components.group_decoding import GroupDecoding
 
+# So long the compute thread goes on by itself; new weights and prompts wait for it. A step of a small model
+# takes a millisecond or two, and the way to the event loop and back a third of one.
+_AT_ONCE_S = 0.01
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Generator:
@@ -222,7 +226,7 @@ class Generator:
                 if not await queue.wait():
                     return
             if not work.idle:
-                for out in await compute(work.step):
+                for out in await compute(work.steps, _AT_ONCE_S):
                     yield out
 
     async def _begin(

@@ -208,6 +208,13 @@ class GroupDecoding:
                     out.append(group.put_back(size, timeouts=came.timeouts, spent_s=group.spent_s))
         return out + self._timed_out()
 
+    def steps(self, for_s: float) -> list[RolloutGroup | Dropped | Continuation]:
+        """Steps until one has something to give, nothing is left to decode, or `for_s` have passed."""
+        until = time.monotonic() + for_s
+        while not (out := self.step()) and not self.idle and time.monotonic() < until:
+            pass
+        return out
+
     def _timed_out(self) -> list[RolloutGroup | Dropped | Continuation]:
         late = [g for g in self._open.values() if g.spent_s > self._config.group_timeout_s]
         for group in late:
