@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from arriero.engine.lineage import chain, shards
+from arriero.engine.lineage.files import Files
 from arriero.engine.lineage.index import Index
 from arriero.engine.lineage.queries import Questions
 from arriero.engine.lineage.reader import Lineage
@@ -301,3 +302,22 @@ def test_a_redaction_is_seen_by_the_next_question(run: RunDir, tmp_path: Path) -
     assert Index(str(tmp_path / "run")).overview.redacted == 0
     assert main(["lineage", "redact", str(tmp_path / "run"), "--row", "3"]) == 0
     assert Index(str(tmp_path / "run")).overview.redacted == 1
+
+
+def test_a_record_answers_for_itself_alone_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    for name, groups in {"run[1]*?": 1, "run1-other": 3}.items():  # as a pattern the one means the other too
+        writer = LineageWriter(str(tmp_path / name), OPENED)
+        for k in range(groups):
+            writer.commit(step(k + 1, k))
+        writer.close("finished")
+    assert len(rows(tmp_path / "run[1]*?", "rollouts")) == len(scored_group(0).scores)
+    assert Index(str(tmp_path / "run[1]*?")).sql("select count(*) as n from steps").to_pylist() == [{"n": 1}]
+
+
+def test_two_processes_that_keep_the_same_shard_at_once_both_put_a_whole_one_there(tmp_path: Path) -> None:
+    one, other = Files(str(tmp_path), "index"), Files(str(tmp_path), "index")
+    one.stage("0.json", b"whole")
+    other.stage("0.json", b"whole")
+    one.settle()
+    other.settle()
+    assert (other.read("0.json"), other.below()) == (b"whole", ["0.json"])

@@ -84,13 +84,17 @@ async def _rewards(record: Lineage, node: str, component: object, *, rescore: bo
 
 async def _again(found: _Compared, name: str, then: ScoredGroup, scorer: Scorer) -> None:
     """Compare each score of a group with what the reward gives now."""
+    of_verdicts = [k for k, score in enumerate(then.scores) if score.outcome in _VERDICTS]
+    rollouts = [then.group.rollouts[k] for k in of_verdicts]
+    made = await scorer.scores(then.group.prompt, rollouts) if rollouts else ()
+    scores = dict(zip(of_verdicts, made, strict=True))
     for k, score in enumerate(then.scores):
         where = f"{then.group.id}/{k}"
         if score.outcome not in _VERDICTS:
             told = f"reward {score.value} without a verdict ({score.outcome}), which counts as 0"
             found.findings += [Finding(check=name, where=where, what=told)] if score.value else []
             continue
-        now = await scorer.score(then.group.prompt, then.group.rollouts[k])
+        now = scores[k]
         if now.outcome not in _VERDICTS:  # it says nothing about the one of then
             found.failed.append(f"{now.outcome}: {' '.join(now.detail.split()):.200}")
             continue

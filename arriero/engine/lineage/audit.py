@@ -194,7 +194,7 @@ def _batch_findings(record: Lineage, step: Trained, batch: Batch, where: str) ->
         yield Finding(check="steps", where=where, what=what)
     if missing := [g for g in entry.groups if g not in record.groups and record.groups]:
         yield Finding(check="steps", where=where, what=f"its group {missing[0]} isn't in the record")
-    trained = record.trained_batch(step)
+    trained = record.left_of(batch, step)
     if trained.origins != step.origins:
         yield Finding(check="steps", where=where, what="it was made from other prompts than its batch holds")
     if (tokens := trained.trained_tokens) != step.tokens:

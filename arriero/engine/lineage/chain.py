@@ -194,6 +194,8 @@ class Chain:
 
     def _resume(self) -> bool:
         """Take up at the last commit; whether there was one."""
+        for left in self._files.names(".part"):  # by a kill
+            self._files.remove(left)
         if names := self._files.names(".jsonl"):
             self._cut(names[-1])
         head, number = GENESIS, 0

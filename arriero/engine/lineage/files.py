@@ -1,19 +1,26 @@
 """Files at a fsspec URL, as far as the record needs them.
 
-On a local disk what was given to `write` and `append`, and before `settle` to `stage`, is there for good when
-they return (fsync). A store of objects has it when it says so.
+A store that isn't of this host may take `PATIENCE_S` for each call. On a local disk what was given to `write`
+and `append`, and before `settle` to `stage`, is there for good when they return (fsync). A store of objects
+has it when it says so.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 
+from arriero.engine.patience import Patience
+
+T = TypeVar("T")
+PATIENCE_S = 120.0
 _AT_ONCE = 8
 
 
@@ -41,7 +48,8 @@ class Files:
 
     def __init__(self, url: str, folder: str) -> None:
         found: Any = fsspec
-        self._fs, root = found.url_to_fs(url)
+        self._patience = Patience(f"the store of the record {url}", PATIENCE_S)
+        self._fs, root = self._patience.call("connect", lambda: found.url_to_fs(url))
         self.root = f"{root.rstrip('/')}/{folder}"
         protocol: Any = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
@@ -49,10 +57,14 @@ class Files:
         self._staged: dict[Path, Path] = {}
         self._changed: set[Path] = set()  # folders with names that may be in memory only
 
+    def patiently(self, what: str, work: Callable[[], T]) -> T:
+        """A call of the store. TimeoutError, naming it, if one that isn't of this host doesn't answer."""
+        return work() if self.local else self._patience.call(what, work)
+
     def names(self, ending: str) -> list[str]:
         """In order; none where there is no folder."""
         try:
-            found = self._fs.ls(self.root, detail=False)
+            found = self.patiently(f"list {self.root}", lambda: self._fs.ls(self.root, detail=False))
         except FileNotFoundError:
             return []
         return sorted(str(p).rpartition("/")[2] for p in found if str(p).endswith(ending))
@@ -61,7 +73,7 @@ class Files:
         """Bytes of the files that are called so, in order of their names, as they are now."""
         self._fs.invalidate_cache(self.root)
         try:
-            found = self._fs.ls(self.root, detail=True)
+            found = self.patiently(f"list {self.root}", lambda: self._fs.ls(self.root, detail=True))
         except FileNotFoundError:
             return {}
         known = {str(f["name"]).rpartition("/")[2]: int(f["size"] or 0) for f in found}
@@ -70,13 +82,14 @@ class Files:
     def below(self) -> list[str]:
         """All files in the folder and the folders in it."""
         try:
-            found = self._fs.find(self.root)
+            found = self.patiently(f"list {self.root}", lambda: self._fs.find(self.root))
         except FileNotFoundError:
             return []
         return sorted(str(p).removeprefix(self.root).lstrip("/") for p in found)
 
     def read(self, name: str) -> bytes:
-        return bytes(self._fs.cat_file(f"{self.root}/{name}"))
+        path = f"{self.root}/{name}"
+        return self.patiently(f"give {path}", lambda: bytes(self._fs.cat_file(path)))
 
     def write(self, name: str, data: bytes) -> None:
         """The whole file, in place of what was there; a reader, or a kill, never meets a part of it."""
@@ -87,9 +100,10 @@ class Files:
         """The same with the next `settle`; until then what was there before is read."""
         path = f"{self.root}/{name}"
         if not self.local:
-            self._fs.pipe_file(path, data)
+            self.patiently(f"take {path}", lambda: self._fs.pipe_file(path, data))
             return
-        part = Path(f"{path}.part")
+        # Two processes may make the same file of an index at once: each puts a whole one in its place.
+        part = Path(f"{path}.{os.getpid()}-{secrets.token_hex(4)}.part")
         try:
             part.write_bytes(data)
         except FileNotFoundError:
@@ -154,7 +168,8 @@ class Files:
         self._changed.clear()
 
     def remove(self, name: str) -> None:
-        self._fs.rm_file(f"{self.root}/{name}")
+        path = f"{self.root}/{name}"
+        self.patiently(f"remove {path}", lambda: self._fs.rm_file(path))
 
 
 def _sync(path: Path) -> None:

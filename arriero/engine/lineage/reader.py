@@ -296,7 +296,8 @@ class Lineage:
     def batch(self, name: str) -> Batch:
         """The batch itself, bit for bit as it passed to the trainer. KeyError for an unknown id."""
         entry = self.batches[name]
-        held = {k: self.arrays(self.groups[g]) for k, g in enumerate(entry.groups) if self._needs(entry, k)}
+        needed = {g for g, k in zip(entry.group, entry.rollout, strict=True) if k >= 0}
+        held = {k: self.arrays(self.groups[entry.groups[k]]) for k in sorted(needed)}
         at = {k: pieces(self.groups[entry.groups[k]].lengths) for k in held}
         own = self.own(entry)
         own_at = iter(pieces(n for n, k in zip(entry.lengths, entry.rollout, strict=True) if k < 0))
@@ -319,7 +320,10 @@ class Lineage:
 
     def trained_batch(self, step: Trained) -> Batch:
         """What the step was made from: its batch without the groups that the trainer dropped as stale."""
-        batch = self.batch(step.batch)
+        return self.left_of(self.batch(step.batch), step)
+
+    def left_of(self, batch: Batch, step: Trained) -> Batch:
+        """The same of a batch that was read before."""
         gone = self._left_out[step.node] & {s.group for s in batch.samples}
         return batch.without(frozenset(gone)) if gone else batch
 
@@ -333,9 +337,6 @@ class Lineage:
 
     def _tokens(self, place: Place) -> Columns:
         return self._spaces.read("rollouts", place, *TOKENS) if place.size else columns([])
-
-    def _needs(self, entry: BatchEntry, group: int) -> bool:
-        return any(g == group and k >= 0 for g, k in zip(entry.group, entry.rollout, strict=True))
 
     def _values(self, space: str, place: Place) -> npt.NDArray[np.float32]:
         return self._spaces.read(space, place, "values")["values"] if place.size else np.zeros(0, np.float32)

@@ -174,7 +174,7 @@ class Shards:
             about = shard.about.model_copy(update={"files": digests})
             self.files.write(f"{name}.json", about.model_dump_json(indent=1).encode())
         except OSError:
-            # Somebody else may have put the same file in place; what is staged would fail all later ones.
+            # What is staged would fail all later ones.
             self.files = Files(self._url, "index")
             raise
         return about

@@ -25,10 +25,10 @@ def whole_batch(record: Lineage, name: str) -> Batch | None:
 def tokens(record: Lineage, bound: int | None) -> Iterator[Finding]:
     """Whether every token is of a version that was there, and no staler than the bound."""
     for step in record.steps:
-        if whole_batch(record, step.batch) is None:
+        if (batch := whole_batch(record, step.batch)) is None:
             continue  # told by `steps`
         where, replaced = f"step {step.version} of {step.node}", step.version - 1
-        samples = record.trained_batch(step).samples
+        samples = record.left_of(batch, step).samples
         versions = [s.versions[s.mask] for s in samples if s.versions is not None and not s.replayed]
         found = np.concatenate(versions) if versions else np.zeros(0, np.int32)
         if not found.size:
