@@ -12,7 +12,8 @@ round after round, each with several numbers of threads, of which its best count
 clock. Processor seconds are those of all its processes, without imports and warm-up; so is the memory (peak,
 shared pages once). TRL needs the extra `peers` and is left out without it.
 
-Not here: TRL's experimental AsyncGRPO, which needs a vLLM server and, on a CPU, six patches of TRL and vLLM.
+Not here: TRL's experimental AsyncGRPO, whose attention is a CUDA kernel and whose weights go over NCCL
+(`docs/performance.md`).
 """
 
 from __future__ import annotations
