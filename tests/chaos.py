@@ -38,6 +38,7 @@ ROLES = ("prompts", "generator", "reward", "collect", "trainer", "hub", "broker"
 _ELSE = {"hub": ("arriero.launchers.hub",), "broker": ("nats-server",)}  # found by other words than a role
 GROUPS, STALENESS, LIVENESS_S = 4, 1, 3.0
 _RECOVERED_STEPS = 3  # more than what was under way when the fault came
+_START_S = 300.0  # for a run to begin: a dozen processes on a machine that may be busy with others
 _END_S = 600.0  # for the steps that are left after the last fault
 _LONGEST_S = 90.0  # for a run to go on after a fault: the liveness bound, and the start of everything
 
@@ -78,7 +79,7 @@ class Storm:
     def strike(self, number: int) -> None:
         """`number` faults at random times, as long as the run goes on."""
         for _ in range(number):
-            self.run.until(lambda: self.run.steps() >= 2 or self._over)
+            self.run.until(lambda: self.run.steps() >= 2 or self._over, _START_S)
             time.sleep(self._draw.uniform(0.0, 1.0))
             if self._over or self.run.steps() > self._steps - 20:
                 return

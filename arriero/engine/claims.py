@@ -7,6 +7,7 @@ or a cancelled put left in the store stays there until `destroy`.
 | who waits | for what                             | unblocked by                          |
 |-----------|--------------------------------------|---------------------------------------|
 | `put`     | room in the store, if it is bounded  | the slowest group's acknowledgement   |
+| all       | a store that isn't in memory         | its answer; `patience_s`              |
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from arriero.engine.broker import (
     Producer,
 )
 from arriero.engine.claim_stores import ClaimStore
+from arriero.engine.patience import Patience
 
 T = TypeVar("T")
 S = TypeVar("S", bound=bool | None)
 
 ABOVE_BYTES = 256 << 10
+PATIENCE_S = 120.0
 _MAGIC = b"\x00arriero claim\x00"
 _THREAD_BYTES = 1 << 20  # reading and writing less takes less time than handing it to a thread
 _PAUSE_S = (0.001, 0.05)
@@ -70,10 +73,21 @@ def _decode(payload: bytes) -> Claim | None:
 
 
 class ClaimChecked:
-    """`broker` with payloads of more than `above_bytes` in `store`."""
+    """`broker` with payloads of more than `above_bytes` in `store`.
 
-    def __init__(self, broker: Broker, store: ClaimStore, *, above_bytes: int = ABOVE_BYTES) -> None:
+    Each call of a store that isn't in memory may take `patience_s`.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        store: ClaimStore,
+        *,
+        above_bytes: int = ABOVE_BYTES,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self.broker, self.store, self.above_bytes = broker, store, above_bytes
+        self._patience = Patience("the store of large payloads", patience_s)
 
     async def declare(self, edges: Sequence[EdgeDecl], logs: Sequence[str]) -> None:
         await self.broker.declare(edges, logs)
@@ -133,7 +147,8 @@ class ClaimChecked:
         """The payload of message `id`. Raises BrokerError if it is missing or not what was put."""
         where = f"edge {edge}: payload of message {id} in {self.store.url(edge, claim.name)}"
         try:
-            payload = await self.run(claim.size, lambda: self.store.read(edge, claim.name, group))
+            read = partial(self.store.read, edge, claim.name, group)
+            payload = await self.run(claim.size, read, f"give {claim.name}")
         except OSError as error:
             raise BrokerError(f"{where} can't be read: {error}") from None
         if len(payload) != claim.size:
@@ -144,11 +159,22 @@ class ClaimChecked:
             )
         return payload
 
-    async def run(self, num_bytes: int, call: Callable[[], T]) -> T:
-        """A call of the store that moves `num_bytes`: here if it is a short one, else in a thread."""
-        if self.store.bounded and num_bytes < _THREAD_BYTES:
-            return call()
-        return await asyncio.to_thread(call)
+    async def run(self, num_bytes: int, call: Callable[[], T], what: str) -> T:
+        """A call of the store that moves `num_bytes`: here if it is a short one, else in a thread.
+
+        Raises TimeoutError, which says `what` it was to do, if a store that isn't in memory doesn't answer.
+        """
+        if not self.store.bounded:
+            return await self._patience.answer(what, call)
+        return call() if num_bytes < _THREAD_BYTES else await asyncio.to_thread(call)
+
+    async def release(self, edge: str, name: str, group: str, groups: tuple[str, ...]) -> None:
+        """A group needs a payload no more. Raises BrokerError."""
+        try:
+            await self.run(0, partial(self.store.release, edge, name, group, groups), f"let go of {name}")
+        except TimeoutError as error:
+            where = self.store.url(edge, name)
+            raise BrokerError(f"edge {edge}: {where} can't be let go of: {error}") from None
 
     async def bury_dead(self, edge: str) -> None:
         """Dead letters give their place on the edge back; the store keeps them apart."""
@@ -239,7 +265,7 @@ class _Producer:
     async def _write(self, claim: Claim, payload: bytes, decl: EdgeDecl) -> None:
         try:
             write = partial(self._store.write, decl.name, claim.name, decl.groups, payload)
-            await self._broker.run(claim.size, write)
+            await self._broker.run(claim.size, write, f"take {claim.name}")
         except OSError as error:
             where = self._store.url(decl.name, claim.name)
             raise BrokerError(
@@ -249,7 +275,7 @@ class _Producer:
 
     async def _discard(self, claim: Claim, decl: EdgeDecl) -> None:
         for group in decl.groups:
-            await self._broker.run(0, partial(self._store.release, decl.name, claim.name, group, decl.groups))
+            await self._broker.release(decl.name, claim.name, group, decl.groups)
 
     async def _room_for(self, num_bytes: int, decl: EdgeDecl) -> None:
         """Waits for `num_bytes`. Producers that look at the same time can each go beyond by one message."""
@@ -341,9 +367,7 @@ class _Consumer:
 
     async def release(self, claim: Claim) -> None:
         groups = (await self._broker.edge(self._edge)).groups
-        await self._broker.run(
-            0, partial(self._broker.store.release, self._edge, claim.name, self._group, groups)
-        )
+        await self._broker.release(self._edge, claim.name, self._group, groups)
 
     async def given_back(self, deliveries: int) -> None:
         if deliveries >= (await self._broker.edge(self._edge)).max_deliveries:

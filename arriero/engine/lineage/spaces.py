@@ -76,13 +76,13 @@ class Spaces:
 
     def rewrite(self, path: str, places: Iterable[Place], make: Callable[[Values], Values]) -> None:
         """Put `make` of what stands at places of one array in its place: each chunk is written once."""
-        array, chunk = self._array(path), self._chunk(path)
+        chunk = self._chunk(path)
         by_chunk: defaultdict[int, list[slice]] = defaultdict(list)
         for place in places:
             number, start = divmod(place.start, chunk)  # no append goes beyond its chunk
             by_chunk[number].append(slice(start, start + place.size))
         for number, pieces in by_chunk.items():
-            whole = np.asarray(array[number * chunk : (number + 1) * chunk]).copy()
+            whole = self._chunk_of(path, number).copy()
             for piece in pieces:
                 whole[piece] = make(whole[piece])
             self._put(path, number, chunk, whole, grows=False)
@@ -107,9 +107,8 @@ class Spaces:
         """A chunk: what one commit appended. The last few are kept: what is asked together lies together."""
         key = (path, number)
         if key not in self._loads:
-            chunk = self._chunk(path)
             try:
-                values = np.asarray(self._array(path)[number * chunk : (number + 1) * chunk])
+                values = self._chunk_of(path, number)
             except RuntimeError as error:  # of a codec
                 raise ValueError(f"chunk {number} of {path} can't be read: {error}") from error
             values.setflags(write=False)
@@ -118,6 +117,11 @@ class Spaces:
                 self._loads.popitem(last=False)
         self._loads.move_to_end(key)
         return self._loads[key]
+
+    def _chunk_of(self, path: str, number: int) -> npt.NDArray[Any]:
+        chunk, array = self._chunk(path), self._array(path)
+        part = slice(number * chunk, (number + 1) * chunk)
+        return self._files.patiently(f"give chunk {number} of {path}", lambda: np.asarray(array[part]))
 
     def _put(
         self, path: str, number: int, chunk: int, values: npt.NDArray[Any], *, grows: bool = True
@@ -149,10 +153,18 @@ class Spaces:
     def _array(self, path: str) -> Any:
         if path not in self._arrays:
             zarr: Any = import_module("zarr")
-            self._arrays[path] = zarr.open_array(self._store(), path=path, mode="r+")
+            self._arrays[path] = self._files.patiently(
+                f"open {path}", lambda: zarr.open_array(self._store(), path=path, mode="r+")
+            )
         return self._arrays[path]
 
     def _make(self, part: str, chunk: int, arrays: Arrays) -> None:
+        self._files.patiently(f"make {part}", lambda: self._made(part, chunk, arrays))
+        for name in arrays:
+            self._metadata.pop(f"{part}/{name}", None)
+            self._files.made(f"{part}/{name}")
+
+    def _made(self, part: str, chunk: int, arrays: Arrays) -> None:
         zarr: Any = import_module("zarr")
         store = self._store()
         zarr.open_group(store, mode="a", zarr_format=3)
@@ -168,8 +180,6 @@ class Spaces:
                 zarr_format=3,
                 overwrite=True,
             )
-            self._metadata.pop(f"{part}/{name}", None)
-            self._files.made(f"{part}/{name}")
 
     def _store(self) -> Any:
         storage: Any = import_module("zarr.storage")

@@ -21,6 +21,7 @@ from arriero.engine.broker import Broker, Lease
 from arriero.engine.component import Recovers
 from arriero.engine.fused import fused_edges
 from arriero.engine.graph import Graph, PerRecord
+from arriero.engine.patience import HELD_UP
 from arriero.engine.runtime.context import Context, enter
 from arriero.engine.runtime.frontier import FrontierFold
 from arriero.engine.runtime.guard import (
@@ -137,6 +138,7 @@ class NodeRunner:
     async def run(self) -> None:
         """To the end of the inputs, or until the component is done. Raises the first error as it was."""
         enter(self.context)
+        HELD_UP.set(self.clock.held_up)
         streams: dict[str, Any] = {p: self._stream(p, stream) for p, stream in self.node.inputs.items()}
         if self._handover is not None:
             streams["backlog"] = self._backlog(self._handover)

@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Generator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from arriero.schemas.run import NodeStatus
@@ -32,6 +33,7 @@ class NodeClock:
         self._started: float | None = None
         self._stopped: float | None = None
         self._waits: dict[object, tuple[str, float]] = {}
+        self._held_up: dict[object, tuple[str, float]] = {}
         self._idle_since = 0.0
         self._idle_s = 0.0
         self.taken = self.given = self.tokens = 0
@@ -68,6 +70,18 @@ class NodeClock:
         finally:
             self._close(wait)
 
+    @contextmanager
+    def held_up(self, what: str) -> Generator[None, None, None]:
+        """Say what something beside the component takes so long for; neither busy nor idle counts by it."""
+        wait = object()
+        with self._lock:
+            self._held_up[wait] = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._held_up[wait]
+
     def _open(self, wait: object, what: str) -> None:
         with self._lock:
             now = time.monotonic()
@@ -91,7 +105,7 @@ class NodeClock:
         """The node now; from any thread."""
         with self._lock:
             now = self._stopped or time.monotonic()
-            what, since = next(iter(self._waits.values()), ("", now))
+            what, since = next(iter((*self._held_up.values(), *self._waits.values())), ("", now))
             idle_s = self._idle_s + (self._idle_until(now) if self._waits else 0.0)
             busy_s = max(now - self._started - idle_s, 0.0) if self._started is not None else 0.0
             return NodeStatus(
