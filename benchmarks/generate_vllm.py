@@ -22,20 +22,19 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig
 
 from arriero.components.generator import Generator
 from arriero.components.group_decoding import GroupDecoding
-from arriero.components.policy import load_model, load_tokenizer
+from arriero.components.policy import load_tokenizer
 from arriero.components.sampling import Sampling
 from arriero.components.vllm_start import start
 from arriero.engine.runtime.context import Context
-from arriero.engine.weights import WeightSender, destroy
-from arriero.launchers.demo_model import write_tiny_llama
 from arriero.schemas.messages import Prompt, RolloutGroup, Weights
+from arriero.schemas.weights import WeightManifest
+from benchmarks.random_policy import generator_context, publishing, write_model
 
 PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 48
 
@@ -50,18 +49,6 @@ class Figures:
     ratio_best: float
     ours_tokens_per_s: float
     bare_tokens_per_s: float
-
-
-def write_model(directory: Path) -> None:
-    """A random Llama of 0.9 million parameters with a tokenizer of characters."""
-    write_tiny_llama(directory, characters="0123456789+= ")
-    tokens = json.loads((directory / "config.json").read_text())["vocab_size"]
-    config = LlamaConfig(
-        vocab_size=tokens, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=512,
-    )  # fmt: skip
-    untyped: Any = LlamaForCausalLM
-    untyped(config).save_pretrained(directory)
 
 
 def ours(work: GroupDecoding, turn: int) -> int:
@@ -97,14 +84,26 @@ def measure(model: str, repeats: int) -> Figures:
         model=model, samples=SAMPLES, slots=PROMPTS * SAMPLES, context=256, engine="vllm",
         sampling=Sampling(max_new_tokens=NEW_TOKENS),
     )  # fmt: skip
-    context = Context(
-        run_id=f"bench-{uuid4().hex[:8]}", run_dir=Path(), node="generator", replica=0, rank=0, ranks=1,
-        seed=0, deterministic=False, staleness=0, loop="weights",
-    )  # fmt: skip
-    policy = load_model(model)
-    tensors = {n: p for n, p in policy.state_dict().items() if n in dict(policy.named_parameters())}
-    sender = WeightSender(context.weights_url, tensors)
-    manifest = sender.publish(0, tensors)
+    context = generator_context(staleness=0)
+    with publishing(model, context) as (sender, tensors):
+        parameters = sum(tensor.numel() for tensor in tensors.values())
+        rates = turns(generator, context, sender.publish(0, tensors), repeats)
+    ratios = [a / b for a, b in zip(*rates, strict=True)]
+    return Figures(
+        parameters=parameters,
+        ratio=statistics.median(ratios),
+        ratio_worst=min(ratios),
+        ratio_best=max(ratios),
+        ours_tokens_per_s=statistics.median(rates[0]),
+        bare_tokens_per_s=statistics.median(rates[1]),
+    )
+
+
+def turns(
+    generator: Generator, context: Context, manifest: WeightManifest, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Tokens per second of ours and of the bare engine, which decode in turn."""
+    model = generator.model
     work = GroupDecoding(generator, context)
     work.load(Weights(version=0, manifest=manifest))
     configs: Any = AutoConfig
@@ -128,17 +127,7 @@ def measure(model: str, repeats: int) -> Figures:
             if turn >= 0:
                 rates[which].append(tokens / (time.process_time() - began))
     work.close()
-    sender.close()
-    destroy(context.weights_url)
-    ratios = [a / b for a, b in zip(*rates, strict=True)]
-    return Figures(
-        parameters=sum(p.numel() for p in policy.parameters()),
-        ratio=statistics.median(ratios),
-        ratio_worst=min(ratios),
-        ratio_best=max(ratios),
-        ours_tokens_per_s=statistics.median(rates[0]),
-        bare_tokens_per_s=statistics.median(rates[1]),
-    )
+    return rates
 
 
 def main() -> None:
@@ -150,7 +139,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
-            write_model(Path(folder))
+            write_model(Path(folder), hidden=128, layers=4, heads=4, context=512)
         figures = measure(args.model or folder, args.repeats)
     if args.json:
         print(json.dumps(asdict(figures)))

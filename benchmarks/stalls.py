@@ -19,19 +19,14 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
-from uuid import uuid4
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from arriero.components.generator import Generator
-from arriero.components.policy import load_model, load_tokenizer
+from arriero.components.policy import load_tokenizer
 from arriero.components.rollout_engine import Request, RolloutEngine, open_engine
 from arriero.components.sampling import Sampling
-from arriero.engine.runtime.context import Context
-from arriero.engine.weights import WeightSender, destroy
-from arriero.launchers.demo_model import write_tiny_llama
+from benchmarks.random_policy import generator_context, publishing, write_model
 
 REQUESTS, CONTEXT = 8, 512
 
@@ -46,17 +41,6 @@ class Figures:
     step_ms: float
     beside_ms: float
     stall_share: float
-
-
-def write_model(directory: Path) -> None:
-    write_tiny_llama(directory, characters="0123456789+= ")
-    tokens = json.loads((directory / "config.json").read_text())["vocab_size"]
-    untyped: Any = LlamaForCausalLM
-    config = LlamaConfig(
-        vocab_size=tokens, hidden_size=512, intermediate_size=1536, num_hidden_layers=9,
-        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=CONTEXT,
-    )  # fmt: skip
-    untyped(config).save_pretrained(directory)
 
 
 def steps(engine: RolloutEngine, turn: int, number: int, arriving: threading.Thread | None) -> list[float]:
@@ -78,36 +62,29 @@ def measure(model: str, versions: int, *, standby: bool) -> Figures:
         model=model, samples=1, slots=REQUESTS, context=CONTEXT, engine="vllm", standby=standby,
         sampling=Sampling(max_new_tokens=CONTEXT // 2),
     )  # fmt: skip
-    context = Context(
-        run_id=f"bench-{uuid4().hex[:8]}", run_dir=Path(), node="generator", replica=0, rank=0, ranks=1,
-        seed=0, deterministic=False, staleness=1, loop="weights",
-    )  # fmt: skip
-    policy = load_model(model)
-    tensors = {n: p.detach() for n, p in policy.named_parameters()}
-    sender = WeightSender(context.weights_url, tensors)
+    context = generator_context(staleness=1)
     engine = open_engine(generator, context, load_tokenizer(model))
     transfers, stalls, alone, beside = (list[float]() for _ in range(4))
-    for version in range(versions + 2):  # two to touch both slots and both sets
-        next(iter(tensors.values())).add_(1e-3)
-        manifest = sender.publish(version, tensors)
-        if not version:
+    with publishing(model, context) as (sender, tensors):
+        for version in range(versions + 2):  # two to touch both slots and both sets
+            next(iter(tensors.values())).add_(1e-3)
+            manifest = sender.publish(version, tensors)
+            if not version:
+                engine.take(manifest)
+                continue
+            quiet = steps(engine, version, 8, None)
+            began = time.perf_counter()
+            arriving = threading.Thread(target=engine.prepare, args=(manifest,))
+            arriving.start()
+            meanwhile = steps(engine, version, 0, arriving)
+            ready = time.perf_counter()
             engine.take(manifest)
-            continue
-        quiet = steps(engine, version, 8, None)
-        began = time.perf_counter()
-        arriving = threading.Thread(target=engine.prepare, args=(manifest,))
-        arriving.start()
-        meanwhile = steps(engine, version, 0, arriving)
-        ready = time.perf_counter()
-        engine.take(manifest)
-        if version > 1:
-            transfers.append(ready - began)
-            stalls.append(time.perf_counter() - ready)
-            alone += quiet
-            beside += meanwhile
-    engine.close()
-    sender.close()
-    destroy(context.weights_url)
+            if version > 1:
+                transfers.append(ready - began)
+                stalls.append(time.perf_counter() - ready)
+                alone += quiet
+                beside += meanwhile
+        engine.close()
     return Figures(
         standby=standby,
         transfer_ms=1e3 * median(transfers),
@@ -127,7 +104,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
-            write_model(Path(folder))
+            write_model(Path(folder), hidden=512, layers=9, heads=8, context=CONTEXT)
         found = [measure(args.model or folder, args.versions, standby=standby) for standby in (False, True)]
     if args.json:
         print(json.dumps([asdict(figures) for figures in found]))
