@@ -19,7 +19,7 @@ from torchx.specs import AppDef
 
 from arriero.engine.errors import GraphError, UserError
 from arriero.launchers import jobs
-from arriero.launchers.cluster import Plan, cluster_app, plan, scheduler_name
+from arriero.launchers.cluster import Plan, cluster_app, guest_plan, plan, scheduler_name
 from arriero.launchers.conduct import PREEMPTED
 from arriero.launchers.profile import (
     KubernetesNeeds,
@@ -30,7 +30,7 @@ from arriero.launchers.profile import (
     read_profile,
 )  # fmt: skip
 from arriero.launchers.ship import code, user_archive
-from arriero.launchers.slurm_script import script
+from arriero.launchers.slurm_script import guest_script, script
 from arriero.schemas.graph import GraphSpec
 from tests.toys import toy_graph
 
@@ -267,6 +267,22 @@ def test_a_script_is_one_that_bash_reads(tmp_path: Path) -> None:
     file.write_text(script(placed(Profile(gpus=1, env={"QUOTED": "it's $HOME"}), ranks=2)))
     subprocess.run(["bash", "-n", str(file)], check=True)
     assert "export QUOTED='it'\"'\"'s $HOME'" in file.read_text()
+
+
+def test_a_job_of_one_more_replica_has_the_needs_of_its_role_and_becomes_its_agent(tmp_path: Path) -> None:
+    needs = SlurmNeeds(partition="gpus", account="llamas", gpu_type="h200", time="30")
+    made = placed(Profile(roles={"generator": RoleNeeds(gpus=2, cpus=3)}, slurm=needs), generators=4)
+    text = guest_script(guest_plan(made, "generator"))
+    assert {
+        "#SBATCH --partition=gpus", "#SBATCH --account=llamas", "#SBATCH --no-requeue",
+        "#SBATCH --ntasks=1 --cpus-per-task=3 --gpus-per-task=h200:2",
+    } <= {*text.splitlines()}  # fmt: skip
+    last = text.splitlines()[-1]
+    assert last.startswith("exec ")
+    assert "arriero.launchers.agent --run-dir /shared/toy-1" in last
+    assert "--role generator --join --log /shared/toy-1/logs/joined-generator-" in last
+    (tmp_path / "guest.sh").write_text(text)
+    assert subprocess.run(["bash", "-n", tmp_path / "guest.sh"], check=False).returncode == 0
 
 
 def test_a_secret_is_a_file_on_slurm_and_never_a_value() -> None:

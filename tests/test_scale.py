@@ -8,7 +8,9 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -17,16 +19,22 @@ from arriero.engine.backlog import node_of
 from arriero.engine.broker import Broker
 from arriero.engine.elastic import check_role, check_scaled, elastic_roles
 from arriero.engine.errors import UserError
+from arriero.engine.memory import MemoryBroker
 from arriero.engine.runtime.journal import announce
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
-from arriero.launchers.hub import edges
+from arriero.launchers.crew import RemoteCrew
+from arriero.launchers.guests import Guests
+from arriero.launchers.hub import edges, logs
 from arriero.launchers.launch import inline
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.roster import Roster
 from arriero.launchers.rundir import RunDir, create, write_json
+from arriero.launchers.scaling import Scaling
+from arriero.launchers.supervise import Supervisor
+from arriero.schemas.crew import CREW_LOG, ORDERS_LOG, Asks, Leaving, Welcome
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import Joined, Leave
+from arriero.schemas.ledger import CONTROL, CONTROL_LOG, Joined, Leave
 from arriero.schemas.run import RunOptions
 from tests.brokers import Engine
 from tests.runtime_runs import Noting, Prompts, check_books, declare, options, read, replica, start
@@ -34,6 +42,7 @@ from tests.test_handover import WORKERS, Segmented, graph
 from tests.toys import ToyTrainer, toy_graph
 
 ROOT = Path(__file__).parents[1]
+T = TypeVar("T")
 
 
 # --- in one process -----------------------------------------------------------------------------------------
@@ -139,6 +148,39 @@ def test_an_inline_run_has_only_edges_that_nobody_joins(tmp_path: Path) -> None:
     run = create(tmp_path / "run")
     write_json(run.graph, spec)
     assert inline(spec, opts, run, LaunchOptions(quiet=True)) == 0
+
+
+async def test_a_later_submission_is_given_a_number_or_told_why_not_and_may_leave() -> None:
+    spec, opts = toy_graph().check(), RunOptions(run_id="guests", elastic=True)
+    broker = MemoryBroker()
+    await broker.declare(edges(spec, opts), [*logs(spec), CREW_LOG, ORDERS_LOG])
+    crew = RemoteCrew(spec, broker, {}, "the log of {}")
+    supervisor = Supervisor(spec, opts, crew.processes, start=crew.restart)
+    scaling = Scaling(spec, opts, supervisor)
+    Guests(crew, scaling, supervisor)
+    supervisor.watch(crew.follow())
+    scaling.start(broker)
+    said: list[Asks | Leaving] = []
+    said += [Asks(role=role, life=role, host="n7") for role in ("trainer", "generator")]
+    said += [Leaving(name="generator-1", life="another"), Leaving(name="generator-1", life="generator")]
+    for k, message in enumerate(said):
+        await broker.append(CREW_LOG, str(k), message.model_dump_json().encode())
+        await asyncio.sleep(0.05)
+    orders = {o.life: o async for o in first(2, broker.follow(ORDERS_LOG), Welcome.model_validate_json)}
+    assert "it closes a loop, so it has one replica" in orders["trainer"].why
+    assert (orders["generator"].replica, orders["generator"].why) == (1, "")
+    control = [c async for c in first(2, broker.follow(CONTROL_LOG), CONTROL.validate_json)]
+    assert control == [Joined(role="generator", replicas=(1,)), Leave(role="generator", replica=1)]
+    assert [m.name for m in crew.processes if m.guest] == ["generator-1"]
+    assert not supervisor.failed
+    await supervisor.close()
+
+
+async def first(count: int, entries: AsyncIterator[bytes], read: Callable[[bytes], T]) -> AsyncIterator[T]:
+    """The first so many entries of a log; it fails if they don't come."""
+    async with asyncio.timeout(5):
+        for _ in range(count):
+            yield read(await anext(entries))
 
 
 # --- processes ----------------------------------------------------------------------------------------------

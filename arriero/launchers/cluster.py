@@ -17,13 +17,13 @@ from torchx.specs import AppDef, BindMount, Resource, Role, VolumeMount, macros,
 from arriero.engine.errors import GraphError, UserError
 from arriero.launchers.appdef import HUB, computes, shapes
 from arriero.launchers.profile import Profile, RoleNeeds, Where
-from arriero.launchers.rundir import write_json
+from arriero.launchers.rundir import read_json, write_json
 from arriero.launchers.ship import FOLDER
 from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.messages import Message
 
 PLAN = "arriero"  # the plan in the metadata of a TorchX app
-JOB_FILE = "job.json"
+JOB_FILE, PLAN_FILE, GUESTS_FILE = "job.json", "plan.json", "guests.json"
 BUNDLE_MOUNT = "/arriero"  # where pods find the code and the description of the run
 _NAME_CHARS = 40  # a pod's name, of at most 63, holds that of the job too
 
@@ -52,7 +52,8 @@ class Plan(Message):
     """All that a scheduler must know of a run; `places` begin with the hub.
 
     `code`: digest of what is shipped; `start`: the program that checks and unpacks it, as the nodes see it.
-    `description`: the folder here that the run is described in.
+    `description`: the folder here that the run is described in. `joins`: the plan is that of one more replica
+    for a run that goes on, and has one place.
     """
 
     run_id: str
@@ -62,6 +63,7 @@ class Plan(Message):
     code: str
     profile: Profile
     places: tuple[Place, ...]
+    joins: bool = False
 
     @property
     def python(self) -> str:
@@ -80,10 +82,41 @@ class Job(Message):
         return f"{self.on}://{self.app_id}"
 
 
+class Guest(Message):
+    """How the scheduler calls the job of a replica that joined, or is to."""
+
+    role: str
+    app_id: str
+
+
+class GuestsFile(Message):
+    """`guests.json` in a run directory, oldest first."""
+
+    guests: tuple[Guest, ...] = ()
+
+
 def remember(plan: Plan, app_id: str) -> None:
-    """Write how the scheduler calls the run where `arriero status` looks for it."""
-    job = Job(on=plan.profile.on, app_id=app_id, run_dir=plan.run_dir)
-    write_json(Path(plan.description) / JOB_FILE, job)
+    """Write how the scheduler calls the run where `arriero status` looks for it, and how it was placed."""
+    folder = Path(plan.description)
+    if plan.joins:
+        guests = (*guests_of(folder), Guest(role=plan.places[0].role, app_id=app_id))
+        write_json(folder / GUESTS_FILE, GuestsFile(guests=guests))
+        return
+    write_json(folder / PLAN_FILE, plan, mode=0o600)  # its environment may hold what is nobody's business
+    write_json(folder / GUESTS_FILE, GuestsFile())
+    write_json(folder / JOB_FILE, Job(on=plan.profile.on, app_id=app_id, run_dir=plan.run_dir))
+
+
+def guests_of(description: Path) -> tuple[Guest, ...]:
+    """The jobs that were submitted for a run later."""
+    file = description / GUESTS_FILE
+    return read_json(file, GuestsFile).guests if file.exists() else ()
+
+
+def guest_plan(plan: Plan, role: str) -> Plan:
+    """That of one more replica of `role`, beside the job that was submitted by `plan`."""
+    place = next(p for p in plan.places if p.role == role)
+    return plan.model_copy(update={"places": (place.model_copy(update={"tasks": 1}),), "joins": True})
 
 
 def plan(
@@ -136,7 +169,7 @@ def command(plan: Plan, place: Place, replica: str) -> list[str]:
         return ["arriero.launchers.conduct", *arrive, *several, *bundle, *log]
     ranked = ["--ranks", str(place.ranks)] if place.ranks > 1 else []
     ranked += ["--hosts", str(place.hosts)] if place.hosts > 1 else []
-    role = ["--role", place.role, "--replica", replica]
+    role = ["--role", place.role, *(["--join"] if plan.joins else ["--replica", replica])]
     return ["arriero.launchers.agent", *arrive, *role, *ranked, *_secret_files(plan.profile)]
 
 

@@ -28,6 +28,7 @@ from arriero.engine.nats_server import NatsServer, start_server
 from arriero.engine.runtime.journal import record
 from arriero.launchers.conductor import INTERRUPTED, Conductor, end_roles, interrupts
 from arriero.launchers.crew import RemoteCrew
+from arriero.launchers.guests import Guests
 from arriero.launchers.hub import (
     AGENT,
     BROKER,
@@ -194,6 +195,7 @@ async def _conduct(
             await fill_ledger(link, run)
             crew = RemoteCrew(spec, link, hosts, log)
             conductor = Conductor(spec, options, run, LaunchOptions(), crew)
+            Guests(crew, conductor.scaling, conductor.supervisor)
             conductor.supervisor.watch(crew.follow())
             conductor.supervisor.watch(server.last(came_back))
 

@@ -130,13 +130,13 @@ def private(token: str, role: str) -> dict[str, str]:
     return {TOKEN: credential(token, role), WEIGHTS_SECRET: derived(token, "weights")}
 
 
-async def wait_for_hub(run_dir: Path, *, bound_s: float, attempt: str = "") -> HubAddress:
-    """The address, once the hub of this attempt has declared everything. Raises TimeoutError."""
+async def wait_for_hub(run_dir: Path, *, bound_s: float, attempt: str | None = "") -> HubAddress:
+    """The address, once the hub of this attempt (None: any) has declared everything. Raises TimeoutError."""
     deadline = time.monotonic() + bound_s
     while True:
         with suppress(FileNotFoundError):
             found = HubAddress.model_validate_json((run_dir / HUB_FILE).read_bytes())
-            if found.attempt == attempt:
+            if attempt is None or found.attempt == attempt:
                 return found
         if time.monotonic() > deadline:
             raise TimeoutError(

@@ -22,7 +22,7 @@ from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Stream
 from torchx.specs import AppDef
 
 from arriero.engine.errors import UserError
-from arriero.launchers.cluster import JOB_FILE, Job, Plan, cluster_app
+from arriero.launchers.cluster import JOB_FILE, Guest, Job, Plan, cluster_app, guests_of
 from arriero.launchers.profile import Cluster
 from arriero.launchers.rundir import RunDir, read_json
 
@@ -70,6 +70,20 @@ def submit(plan: Plan) -> Job:
     return read_json(Path(plan.description) / JOB_FILE, Job)
 
 
+def join(plan: Plan) -> Guest:
+    """Submit one more replica for a run that goes on. Raises UserError in the scheduler's words."""
+    one = scheduler(plan.profile.on)
+    one.schedule(one.submit_dryrun(cluster_app(plan), _config(plan)))
+    return guests_of(Path(plan.description))[-1]
+
+
+def guests(job: Job, description: Path) -> list[Guest]:
+    """The jobs of replicas that joined the run or are to, as far as they aren't over; oldest first."""
+    one = scheduler(_cluster(job))
+    described = ((guest, one.describe(guest.app_id)) for guest in guests_of(description))
+    return [guest for guest, found in described if found is not None and found.state.name in GOING]
+
+
 def find(name: str) -> Job:
     """The run in this directory, or with this handle. Raises UserError."""
     on, separator, app_id = name.partition("://")
@@ -90,6 +104,9 @@ def find(name: str) -> Job:
 def cancel(job: Job) -> None:
     """Stop the run; what it has recorded stays. Raises UserError."""
     if job.on != "local":
+        if job.run_dir:  # those that still wait would start for nothing
+            for guest in guests(job, Path(job.run_dir)):
+                scheduler(job.on).cancel(guest.app_id)
         scheduler(job.on).cancel(job.app_id)
         return
     process = local_process(job)

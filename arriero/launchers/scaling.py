@@ -11,6 +11,7 @@ to join after that comes too late.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ class Scaling:
     def __init__(self, spec: GraphSpec, options: RunOptions, supervisor: Supervisor) -> None:
         self._spec, self._options, self._supervisor = spec, options, supervisor
         self._broker: Broker
+        self.started = asyncio.Event()
 
     @property
     def roster(self) -> Roster:
@@ -42,6 +44,7 @@ class Scaling:
 
     def start(self, broker: Broker) -> None:
         self._broker = broker
+        self.started.set()
         self._supervisor.watch(self._seal(broker))
 
     def check(self, role: str, wanted: int) -> None:
@@ -72,6 +75,11 @@ class Scaling:
         for replica in replicas:
             await announce(self._broker, Leave(role=role, replica=replica))
             self._supervisor.watch(self._supervisor.gone(f"{role}-{replica}", within_s))
+
+    def lose(self, role: str, replica: int) -> None:
+        """Nobody can start this one again: from now on its end is no failure."""
+        self.roster.leave(role, [replica])
+        self._supervisor.watch(self._tell(role, leaving=(replica,)))
 
     async def _tell(self, role: str, *, joined: tuple[int, ...] = (), leaving: tuple[int, ...] = ()) -> None:
         number = len(self.roster.staying(role))

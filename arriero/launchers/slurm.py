@@ -24,7 +24,7 @@ from arriero.engine.errors import UserError
 from arriero.launchers.cluster import PLAN, Plan, remember
 from arriero.launchers.profile import SlurmNeeds
 from arriero.launchers.rundir import RunDir
-from arriero.launchers.slurm_script import JOB_LOG, script
+from arriero.launchers.slurm_script import JOB_LOG, guest_script, script
 
 # How sbatch begins what it doesn't like, and what to do about it.
 _REMEDIES = {
@@ -61,7 +61,8 @@ class ArrieroSlurm(SlurmScheduler):
         plan = Plan.model_validate_json(app.metadata[PLAN])
         needs = _overridden(plan.profile.slurm, cfg)
         plan = plan.model_copy(update={"profile": replace(plan.profile, slurm=needs)})
-        return AppDryRunInfo(SbatchRequest(script(plan), plan), repr)
+        text = guest_script(plan) if plan.joins else script(plan)
+        return AppDryRunInfo(SbatchRequest(text, plan), repr)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Any]) -> str:
         request = dryrun_info.request

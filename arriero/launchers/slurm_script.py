@@ -41,6 +41,23 @@ exit $code
 """
 
 
+def guest_script(plan: Plan) -> str:
+    """The job of one more replica; it becomes the agent, so that what Slurm tells it the agent hears."""
+    (place,), needs, logs = plan.places, plan.profile.slurm, Path(plan.run_dir) / "logs"
+    log = logs / f"joined-{place.role}-%j.log"
+    account = [f"--account={needs.account}"] if needs.account else []
+    options = [
+        f"--job-name={plan.run_id}.{place.name}", f"--output={log}", "--no-requeue",
+        f"--signal=B:TERM@{needs.signal_s}", *account, *_component_options(needs),
+        *(f"--{key}={value}" if value else f"--{key}" for key, value in needs.options.items()),
+        _resources(place, needs),
+    ]  # fmt: skip
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in place.env.items()]
+    words = shlex.join([*start_words(plan), *command(plan, place, "")])
+    own = f'{shlex.quote(str(log).removesuffix("%j.log"))}"$SLURM_JOB_ID.log"'
+    return "\n".join(["#!/bin/bash", *_headers(options), "", *exports, f"exec {words} --log {own}"]) + "\n"
+
+
 def script(plan: Plan) -> str:
     """What sbatch gets on its standard input."""
     needs = plan.profile.slurm

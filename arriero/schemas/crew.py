@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, NonNegativeInt, TypeAdapter
 
 from arriero.schemas.messages import Message
 
@@ -23,6 +23,23 @@ class Arrived(Message):
     name: str
     life: str
     host: str
+
+
+class Asks(Message):
+    """The agent of a later submission is there and would join as one more replica of `role`."""
+
+    kind: Literal["asks"] = "asks"
+    role: str
+    life: str
+    host: str
+
+
+class Leaving(Message):
+    """The scheduler takes the agent of a replica that has joined away: it is to leave in order."""
+
+    kind: Literal["leaving"] = "leaving"
+    name: str
+    life: str
 
 
 class Left(Message):
@@ -43,6 +60,15 @@ class Order(Message):
     life: str = ""
 
 
+class Welcome(Message):
+    """To an agent that asked: the number of its replica, or `why` it can't join."""
+
+    kind: Literal["welcome"] = "welcome"
+    life: str
+    replica: NonNegativeInt | None = None
+    why: str = ""
+
+
 class Meeting(Message):
     """Where the ranks of a role that runs on several hosts meet: an address of its first host."""
 
@@ -52,8 +78,10 @@ class Meeting(Message):
     port: int
 
 
-REPORT: TypeAdapter[Arrived | Left] = TypeAdapter(Annotated[Arrived | Left, Field(discriminator="kind")])
-ORDER: TypeAdapter[Order | Meeting] = TypeAdapter(Annotated[Order | Meeting, Field(discriminator="kind")])
+Report = Arrived | Asks | Leaving | Left
+REPORT: TypeAdapter[Report] = TypeAdapter(Annotated[Report, Field(discriminator="kind")])
+AnyOrder = Order | Welcome | Meeting
+ORDER: TypeAdapter[AnyOrder] = TypeAdapter(Annotated[AnyOrder, Field(discriminator="kind")])
 
 
 def replica_name(role: str, replica: int, host: int) -> str:

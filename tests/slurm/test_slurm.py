@@ -299,3 +299,45 @@ def test_what_sbatch_refuses_is_one_line_with_the_remedy(cluster: Cluster) -> No
     assert len(told) == 1
     assert "invalid partition specified: nowhere" in told[0]
     assert "slurm.partition of the profile" in told[0]
+
+
+def test_generators_join_a_running_job_by_jobs_of_their_own_and_leave_it(cluster: Cluster) -> None:
+    words = ["--steps", "160", "--generators", "1", "--generator-s", "0.05"]
+    run = cluster.submit(*words, profile="small")
+    run.until(lambda: run.steps() >= 2)
+    more = cluster.arriero("scale", str(run.path), "generator=3")
+    assert more.returncode == 0, more.stderr
+    assert re.fullmatch(r"generator: 1 -> 3, slurm://\d+, slurm://\d+ joins when it starts\n", more.stdout), (
+        more.stdout
+    )
+    run.until(lambda: len(run.processes("launchers.role", "--role generator")) == 3)
+    run.until(lambda: all(given(run, k) for k in (1, 2)))
+    assert "has no log of generator-9" in cluster.arriero("logs", str(run.path), "generator-9").stderr
+    assert cluster.arriero("logs", str(run.path), "generator-2").returncode == 0
+    run.processes("launchers.role", "--role generator", "--replica 2")[0].kill()
+    run.until(lambda: "generator-2 was killed" in run.log("hub-0"))
+    fewer = cluster.arriero("scale", str(run.path), "generator=2")
+    assert (fewer.returncode, fewer.stdout[:17]) == (0, "generator: 3 -> 2"), fewer.stderr
+    run.until(lambda: len(run.processes("launchers.agent", "--role generator", "--join")) == 1)
+    vanished = run.processes("launchers.agent", "--role generator", "--join")
+    for process in [child for p in vanished for child in (p, *p.children(recursive=True))]:
+        process.kill()  # as with a node that is lost
+    too_few = cluster.arriero("scale", str(run.path), "generator=0")
+    assert (too_few.returncode, "at least one replica" in too_few.stderr) == (2, True)
+    job = run.over()
+    assert job["ExitCode"] == "0:0", run.log("hub-0")
+    summary = run.summary
+    assert (summary.state, summary.steps, summary.groups_trained) == ("finished", 160, 640)
+    events = [json.loads(line) for line in RunDir(run.path).ledger.read_text().splitlines()]
+    scaled = [(e["joined"], e["leaving"]) for e in events if e["kind"] == "scaled"]
+    assert scaled[:2] == [([1], []), ([2], [])]
+    assert sorted(k for _, leaving in scaled for k in leaving) == [1, 2]
+    over = cluster.arriero("scale", str(run.path), "generator=2")
+    assert (over.returncode, "replicas join and leave while a run goes on" in over.stderr) == (2, True)
+    run.until(lambda: not run.processes("arriero.launchers"), 15)
+
+
+def given(run: Run, replica: int) -> int:
+    """Records that a generator has given, by its last heartbeat."""
+    pulse = RunDir(run.path).read_vitals().pulses.get(f"generator-{replica}-0")
+    return pulse.status.nodes[0].given if pulse else 0
