@@ -99,7 +99,7 @@ def test_the_gate_warns_and_then_stops() -> None:
     gates = MismatchGate().gates()
 
     def said(measured: dict[str, float]) -> list[tuple[str, str]]:
-        return [(f.level, f.message) for f in judge(gates, [measured], 7)]
+        return [(f.level, f.detail) for f in judge(gates, [measured], 7, "trainer")]
 
     assert said({}) == said(report(0.01, 0.0)) == said(report(9.0, 1.0, tokens=63)) == []
     for mean, share, key in ((0.06, 0.0, "mean is 0.05"), (0.01, 0.03, "share is 0.02")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import sys
 import threading
 import time
@@ -17,24 +16,21 @@ import pytest
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from arriero.engine.broker import Broker, BrokerError, Lease
+from arriero.engine.broker import Broker, BrokerError
 from arriero.engine.codec import encode
 from arriero.engine.graph import Graph, PerRecord
 from arriero.engine.memory import MemoryBroker
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_server import NatsServer
 from arriero.engine.runtime import WaitTimeout, node, run_role
-from arriero.engine.runtime.inputs import EdgeSource
 from arriero.engine.runtime.journal import Progress, announce, follow_control
 from arriero.engine.runtime.role import Stopped
-from arriero.engine.runtime.versions import LoopSource
-from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Stream
 from arriero.schemas.graph import Capacity, GraphSpec
-from arriero.schemas.ledger import LEDGER_LOG, Ended, Stop
+from arriero.schemas.ledger import LEDGER_LOG, Control, Ended, Stop
 from arriero.schemas.messages import Dropped, Prompt, RolloutGroup, Weights
 from arriero.schemas.run import RoleStatus
-from tests.brokers import Engine, edge, take
+from tests.brokers import Engine, take
 from tests.runtime_runs import (
     ATTEMPTS,
     Noting,
@@ -138,7 +134,7 @@ async def test_an_error_in_a_component_ends_its_role_at_once_with_the_original_t
     assert (await owner.depth("prompts")).leased == {"sink-prompts": 0}
 
 
-async def _first(broker: Broker, errors: int) -> AsyncIterator[Ended | Stop]:
+async def _first(broker: Broker, errors: int) -> AsyncIterator[Control]:
     async for message in follow_control(broker):
         yield message
         errors -= isinstance(message, Ended) and bool(message.error)
@@ -341,171 +337,6 @@ async def test_a_run_sees_nothing_of_another_on_the_same_server(
         assert check_books(played, engine.run, staleness=1, groups=4).trained == 8
     await first.close()
     await second.close()
-
-
-# --- inputs, one by one -----------------------------------------------------------------------------------
-
-
-async def _edge_source(broker: Broker, *, lease_s: float) -> tuple[EdgeSource[Prompt], list[Lease]]:
-    await broker.declare([edge("prompts", groups=("sink",), lease_s=lease_s, max_deliveries=9)], [])
-    again: list[Lease] = []
-
-    async def poisoned(lease: Lease, error: str) -> None:
-        await lease.nack(error)
-
-    source = EdgeSource(
-        broker.consumer("prompts", "sink"),
-        Prompt,
-        name="a record of prompts",
-        clock=NodeClock("sink", bound_s=5),
-        accept=lambda lease, record: record,
-        poisoned=poisoned,
-        again=again.append,
-        want=2,
-        max_deliveries=9,
-    )
-    source.start()
-    return source, again
-
-
-async def test_a_record_delivered_twice_is_shown_to_the_component_once() -> None:
-    broker = MemoryBroker()
-    source, again = await _edge_source(broker, lease_s=0.05)
-    await broker.producer("prompts", 0).put("p", encode(Prompt(id="p", text="?")))
-    assert (first := await source.next()) is not None
-    old_lease = source.taken["p"][0]
-    await asyncio.sleep(0.1)  # the lease runs out, and it comes again
-    assert source.poll() is None
-    assert source.taken["p"] != (old_lease, first)
-    source.answer("p")
-    await asyncio.sleep(0.1)  # and again, although it has its answer
-    assert source.poll() is None
-    assert {lease.id for lease in again} == {"p"}
-    await again[-1].ack()
-    await source.stop()
-    assert (await broker.depth("prompts")).messages == 0
-
-
-async def test_a_record_leased_at_the_moment_of_the_end_still_arrives() -> None:
-    for _ in range(50):
-        broker = MemoryBroker()
-        source, _ = await _edge_source(broker, lease_s=30)
-        await asyncio.sleep(0)
-        producer = broker.producer("prompts", 0)
-        await producer.put("p", encode(Prompt(id="p", text="?")))
-        await producer.end()
-        assert await source.next() is not None
-        assert await source.next() is None
-        await source.stop()
-
-
-async def _loop(keep: int) -> tuple[MemoryBroker, LoopSource]:
-    broker = MemoryBroker()
-    await broker.declare([], ["loop-weights"])
-    clock = NodeClock("generator", bound_s=5)
-    source = LoopSource(broker, "loop-weights", Weights, name="loop weights", clock=clock, keep=keep)
-    source.start()
-    await asyncio.sleep(0)
-    return broker, source
-
-
-async def _announce(broker: Broker, *versions: int) -> None:
-    for version in versions:
-        await broker.append("loop-weights", f"v{version}", encode(Weights(version=version)))
-    await asyncio.sleep(0.01)
-
-
-async def test_a_loop_gives_the_newest_version_and_none_twice() -> None:
-    broker, source = await _loop(keep=1)
-    await _announce(broker, 0, 1, 2)
-    assert (await source.next()).version == 2
-    assert source.poll() is None
-    waiting = asyncio.create_task(source.next())
-    await asyncio.sleep(0.01)
-    await _announce(broker, 3)
-    assert (await waiting).version == 3
-    await source.stop()
-
-
-async def test_no_version_is_lost_between_a_look_and_a_wait() -> None:
-    broker, source = await _loop(keep=1)
-    seen: list[int] = []
-
-    async def consume() -> None:
-        while not seen or seen[-1] < 200:
-            seen.append((await source.next()).version)
-
-    consuming = asyncio.create_task(consume())
-    for version in range(201):
-        await broker.append("loop-weights", f"v{version}", encode(Weights(version=version)))
-        await asyncio.sleep(0)
-    await asyncio.wait_for(consuming, 5)
-    assert seen == sorted(set(seen))
-    await source.stop()
-
-
-async def test_a_deterministic_generator_gets_exactly_the_version_it_asks_for_or_an_error() -> None:
-    broker, source = await _loop(keep=3)
-    await _announce(broker, 0, 1, 2, 3)
-    assert (await source.at(1)).version == 1
-    assert (await source.at(3)).version == 3
-    with pytest.raises(LookupError, match="version 0 of loop weights is no longer kept; the newest is 3"):
-        await source.at(0)
-    waiting = asyncio.create_task(source.at(4))
-    await asyncio.sleep(0.01)
-    await _announce(broker, 4, 5)
-    assert (await waiting).version == 4
-    await source.stop()
-
-
-async def test_a_replica_that_comes_later_finds_the_versions_from_before() -> None:
-    broker, first = await _loop(keep=2)
-    await _announce(broker, 0, 1, 2, 3)
-    await first.stop()
-    late = LoopSource(
-        broker, "loop-weights", Weights, name="loop weights", clock=NodeClock("g", bound_s=5), keep=2
-    )
-    late.start()
-    assert (await late.next()).version == 3
-    assert (await late.at(1)).version == 1
-    await _announce(broker, 4)
-    assert (await late.next()).version == 4  # an older one in between has taken nothing away
-    await late.stop()
-
-
-async def test_an_older_version_is_found_beside_one_whose_metric_is_not_a_number() -> None:
-    broker = MemoryBroker()
-    await broker.declare([], ["loop-weights"])
-    for version in range(3):
-        announced = Weights(id=f"v{version}", version=version, metrics={"kl": math.nan})
-        await broker.append("loop-weights", announced.id, encode(announced))
-    clock = NodeClock("g", bound_s=5)
-    late = LoopSource(broker, "loop-weights", Weights, name="loop weights", clock=clock, keep=1)
-    late.start()
-    assert (await asyncio.wait_for(late.at(0), 2)).version == 0
-    await late.stop()
-
-
-async def test_versions_to_be_kept_stay_until_the_second_one_after_them() -> None:
-    broker, source = await _loop(keep=1)
-    every = LoopSource(
-        broker,
-        "loop-weights",
-        Weights,
-        name="loop weights",
-        clock=NodeClock("g", bound_s=5),
-        keep=1,
-        keep_every=3,
-    )
-    every.start()
-    await asyncio.sleep(0)
-    await _announce(broker, *range(8))
-    assert [(await every.at(v)).version for v in (3, 6, 7)] == [3, 6, 7]
-    for gone in (0, 4, 5):
-        with pytest.raises(LookupError, match=f"version {gone} of loop weights is no longer kept"):
-            await every.at(gone)
-    await source.stop()
-    await every.stop()
 
 
 async def test_a_node_that_failed_and_was_started_again_has_ended_only_when_it_ends_well() -> None:
