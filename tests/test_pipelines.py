@@ -182,8 +182,8 @@ def test_reinforce_plus_plus_without_a_group_takes_one_sample_per_prompt(tmp_pat
 
 
 def test_dapo_refuses_a_buffer_longer_than_a_response(tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match="between 0 and max_length=5"):
-        graph("dapo", tmp_path, overlong_buffer=6).check()
+    with pytest.raises(ValueError, match=r"overlong_buffer=6 is more than sampling\.max_new_tokens=5"):
+        graph("dapo", tmp_path, overlong_buffer=6)
 
 
 def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -> None:

@@ -153,3 +153,28 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
         command += ["--run-dir", str(tmp_path / "run"), "--metrics-port", str(port)]
         assert main(command) == 2
     assert f"--metrics-port {port} of 127.0.0.1: Address already in use" in capsys.readouterr().err
+
+
+def test_sinks_that_hang_share_one_bound_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = threading.Event()
+
+    class Hung:
+        """Stands for an export whose store doesn't answer."""
+
+        def __init__(self, *_: object) -> None:
+            never.wait(60)
+
+    for module in sinks._MODULES.values():
+        monkeypatch.setattr(import_module(f"arriero.launchers.exports.{module}"), "Live", Hung)
+    monkeypatch.setattr(sinks, "_FINISH_S", 0.1)
+    monkeypatch.setattr(sinks, "subject", str)
+    made = sinks.Sinks(["mlflow", "wandb"], RunDir(tmp_path))
+    try:
+        made.step(1, 0.0, [])
+        made.close()
+    finally:
+        never.set()
+    told = [r.message for r in caplog.records if "didn't finish within 0.1 s" in r.message]
+    assert [m.split()[2] for m in told] == ["mlflow", "wandb"]

@@ -11,6 +11,7 @@ from threading import RLock
 from typing import Any, Protocol, runtime_checkable
 
 from arriero.engine.errors import UserError, one_line
+from arriero.engine.graph import GraphView
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")  # model types: dense decoders, built as Llama is
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself allows
@@ -36,6 +37,14 @@ def check_model_directory(path: str) -> Iterator[str]:
         yield f"model {path} is not a model directory: *.safetensors is missing (other formats aren't read)"
     elif not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         yield f"model {path} is not a model directory: tokenizer.json is missing; save it beside the model"
+
+
+def reader_problems(path: str, view: GraphView) -> Iterator[str]:
+    """What keeps a node from reading with model `path` what nodes before it gave or tokenised."""
+    yield from check_model_directory(path)
+    writers = view.upstream(HasModel)  # type: ignore[type-abstract]  # an instance check needs no class
+    for first in writers[:1]:
+        yield from vocabulary_problem(path, first.model)
 
 
 def weight_shapes(path: str) -> Mapping[str, tuple[int, ...]]:

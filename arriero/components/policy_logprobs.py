@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread, own_device
 from arriero.components.masked import on_mask
-from arriero.components.model_directory import HasModel, check_model_directory, vocabulary_problem
+from arriero.components.model_directory import reader_problems
 from arriero.components.planning import Layout
 from arriero.components.weight_intake import NoMoreVersions, WeightIntake
 from arriero.engine.graph import GraphView
@@ -49,10 +49,7 @@ class PolicyLogprobs:
     computes: ClassVar[bool] = True
 
     def problems(self, view: GraphView) -> Iterable[str]:
-        yield from check_model_directory(self.model)
-        samplers = view.upstream(HasModel)  # type: ignore[type-abstract]  # an instance check needs no class
-        for first in samplers[:1]:
-            yield from vocabulary_problem(self.model, first.model)
+        yield from reader_problems(self.model, view)
 
     async def run(self, batches: Stream[Batch], weights: Stream[Weights]) -> AsyncIterator[Batch | Dropped]:
         context = current()

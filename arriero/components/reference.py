@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.compute import ComputeThread, own_device
 from arriero.components.masked import on_mask
-from arriero.components.model_directory import HasModel, check_model_directory, vocabulary_problem
+from arriero.components.model_directory import reader_problems
 from arriero.components.planning import Layout
 from arriero.engine.graph import GraphView
 from arriero.engine.stream import Stream
@@ -35,10 +35,7 @@ class ReferenceLogprobs:
     computes: ClassVar[bool] = True
 
     def problems(self, view: GraphView) -> Iterable[str]:
-        yield from check_model_directory(self.model)
-        readers = view.upstream(HasModel)  # type: ignore[type-abstract]  # an instance check needs no class
-        for first in readers[:1]:  # it gives or tokenises the responses
-            yield from vocabulary_problem(self.model, first.model)
+        yield from reader_problems(self.model, view)
 
     async def run(self, batches: Stream[Batch]) -> AsyncIterator[Batch]:
         with ComputeThread("reference") as compute:

@@ -23,6 +23,7 @@ from typing import Any, Literal, cast
 from pydantic.dataclasses import rebuild_dataclass
 from pydantic.fields import FieldInfo
 
+_NO_MARKS = str.maketrans("", "", ".-_")
 MISSING: Any = object()  # stands for "no default": None is a value
 
 
@@ -241,7 +242,13 @@ def _constraints(metadata: object) -> Iterator[str]:
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """The known name most likely meant by `name`, or "": its last part elsewhere first, then the spelling."""
+    """The known name most likely meant by `name`, or "".
+
+    First what is the same but for `.`, `-` and `_`, then its last part elsewhere, then the spelling.
+    """
+    plain = name.translate(_NO_MARKS)
+    if spelt := [n for n in names if n.translate(_NO_MARKS) == plain]:
+        return spelt[0]
     last = name.rpartition(".")[2]
     if same := [n for n in names if n.rpartition(".")[2] == last]:
         return difflib.get_close_matches(name, same, n=1, cutoff=0.0)[0]

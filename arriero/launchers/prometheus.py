@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from arriero.engine.errors import UserError
 from arriero.engine.runtime.ledger import Ledger
+from arriero.launchers.place import own_address
 from arriero.launchers.rundir import RunDir
 from arriero.launchers.step_lines import Line, scalars
 from arriero.launchers.vitals import Pulse, Vitals, rooms
@@ -28,6 +29,7 @@ FILE = "prometheus.json"
 _TARGETS: TypeAdapter[list[dict[str, list[str] | dict[str, str]]]] = TypeAdapter(
     list[dict[str, list[str] | dict[str, str]]]
 )
+_ANY = ("0.0.0.0", "::", "")
 _PLACE = ("role", "replica", "rank")
 
 
@@ -63,7 +65,8 @@ class Exposition:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise UserError(f"--metrics-port {port} of {host}: {error.strerror}; choose another") from error
-        place = f"{host}:{self._server.server_port}"
+        # Where all addresses of this host are listened at, others need one of them.
+        place = f"{own_address() if host in _ANY else host}:{self._server.server_port}"
         labels = {"run": options.run_id, "graph": spec.name}
         self._file.write_bytes(_TARGETS.dump_json([{"targets": [place], "labels": labels}]))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Collection
 from importlib import import_module
 from importlib.util import find_spec
@@ -63,7 +64,10 @@ class Sinks:
     def close(self) -> None:
         """When the summary is written."""
         for other in self._others:
-            other.close()
+            other.end()
+        by = time.monotonic() + _FINISH_S  # of all together
+        for other in self._others:
+            other.join(by)
         if self._board is not None:
             self._board.close()
 
@@ -85,14 +89,20 @@ class _Aside:
         try:
             self._steps.put_nowait(step)
         except queue.Full:
-            self._fail(f"it is {_MOST_STEPS} steps behind")
+            self._behind()
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """No step comes any more."""
         try:
-            self._steps.put(None, timeout=_FINISH_S)
+            self._steps.put_nowait(None)
         except queue.Full:
-            return  # told of already
-        self._thread.join(_FINISH_S)
+            self._behind()
+
+    def join(self, by: float) -> None:
+        """Until it has finished or failed, or `time.monotonic` says `by`."""
+        if self._failed:
+            return
+        self._thread.join(max(by - time.monotonic(), 0.0))
         if self._thread.is_alive():
             self._fail(f"it didn't finish within {_FINISH_S:g} s")
 
@@ -111,6 +121,10 @@ class _Aside:
         module = import_module(f"arriero.launchers.exports.{_MODULES[self._name]}")
         made: Sink = module.Live(subject(str(self._run.path)), self._run.path / self._name)
         return made
+
+    def _behind(self) -> None:
+        if not self._failed:
+            self._fail(f"it is {_MOST_STEPS} steps behind")
 
     def _fail(self, why: str) -> None:
         self._failed = True

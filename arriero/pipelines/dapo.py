@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import ConfigDict, NonNegativeInt, PositiveFloat
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, model_validator
 from pydantic.dataclasses import dataclass
 
 from arriero.components.advantage import GroupAdvantage
@@ -25,6 +25,16 @@ class DAPOConfig(PolicyGradientConfig):
     overlong_buffer: NonNegativeInt = 16
     overlong_factor: PositiveFloat = 1.0
     truncated: Literal["train", "baseline_only"] = "train"
+
+    @model_validator(mode="after")
+    def _buffer_within_the_response(self) -> Self:
+        longest = self.sampling.max_new_tokens
+        if self.overlong_buffer > longest:
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={longest}, "
+                "whose last part it is; give a smaller --overlong-buffer, or 0 for a step at the end"
+            )
+        return self
 
 
 def dapo(cfg: DAPOConfig) -> Graph:
