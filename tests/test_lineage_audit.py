@@ -302,6 +302,26 @@ def test_a_changed_advantage_is_found(run: RunDir) -> None:
     assert {"steps", "advantages of advantage"} <= found(run)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("staleness_mean", 0.125), ("right_shares", (1.0,) * 4), ("reward_mean", 0.99)]
+)
+def test_a_step_that_tells_its_batch_prettier_is_found(run: RunDir, field: str, value: object) -> None:
+    def change(entries: Entries) -> Entries:
+        at = [k for k, e in enumerate(entries) if isinstance(e, Noted) and isinstance(e.event, Trained)][1]
+        entry = entries[at]
+        assert isinstance(entry, Noted)
+        entries[at] = Noted(event=entry.event.model_copy(update={field: value}))
+        return entries
+
+    rechained(run, change)
+    assert "steps" in found(run)
+
+
+def test_a_group_that_is_said_to_come_of_another_prompt_is_found(run: RunDir) -> None:
+    rechained(run, changed(GroupEntry, 3, origins=(9,)))
+    assert "ledger" in found(run)
+
+
 def test_a_version_left_out_is_found(run: RunDir) -> None:
     rechained(
         run, lambda entries: [e for e in entries if not (isinstance(e, WeightsEntry) and e.version == 2)]

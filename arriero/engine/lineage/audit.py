@@ -36,10 +36,11 @@ from arriero.engine.lineage.place_checks import places
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.tables import origins_of
 from arriero.engine.lineage.version_checks import held_out_prompts, tokens, weights, whole_batch
+from arriero.engine.runtime.guard import trained
 from arriero.engine.runtime.ledger import Ledger, LedgerError
 from arriero.schemas.ledger import Trained
 from arriero.schemas.lineage import BatchEntry, GroupEntry
-from arriero.schemas.messages import Batch, RolloutGroup, Sample, ScoredGroup
+from arriero.schemas.messages import Batch, RolloutGroup, Sample, ScoredGroup, Weights
 
 
 def checks(*, staleness: int | None, producers: Mapping[str, str]) -> dict[str, Check]:
@@ -94,6 +95,12 @@ def _ledger(record: Lineage) -> Iterator[Finding]:
     yield from _back(record, ledger)
     admitted = {a.origin: (a.id, a.row, a.epoch, a.min_version) for a in record.admitted}
     for g in record.groups.values():
+        for told in (g.origins, g.scores.origins if g.scores else ()):
+            if told and not {*told}.issuperset(g.prompt.origins):
+                what = (
+                    f"is said to come of prompt number {told[0]}, its prompt is number {g.prompt.origins[0]}"
+                )
+                yield Finding(check="ledger", where=g.id, what=what)
         for k in origins_of(g):
             *known, version = admitted.get(k, ("", -1, -1, -1))
             if known != [g.prompt.id, g.prompt.row, g.prompt.epoch]:
@@ -194,20 +201,31 @@ def _batch_findings(record: Lineage, step: Trained, batch: Batch, where: str) ->
         yield Finding(check="steps", where=where, what=what)
     if missing := [g for g in entry.groups if g not in record.groups and record.groups]:
         yield Finding(check="steps", where=where, what=f"its group {missing[0]} isn't in the record")
-    trained = record.left_of(batch, step)
-    if trained.origins != step.origins:
+    left = record.left_of(batch, step)
+    if left.origins != step.origins:
         yield Finding(check="steps", where=where, what="it was made from other prompts than its batch holds")
-    if (tokens := trained.trained_tokens) != step.tokens:
+    if (tokens := left.trained_tokens) != step.tokens:
         yield Finding(check="steps", where=where, what=f"says {step.tokens} tokens, its batch has {tokens}")
-    mean = float(np.mean([s.reward for s in trained.samples])) if trained.samples else 0.0
+    mean = float(np.mean([s.reward for s in left.samples])) if left.samples else 0.0
     if not math.isclose(mean, step.reward_mean, rel_tol=1e-9, abs_tol=1e-12):
         yield Finding(
             check="steps", where=where, what=f"says a mean reward of {step.reward_mean}, it is {mean}"
         )
+    yield from _of_its_samples(step, left, where)
     for k, (sample, group, rollout) in enumerate(zip(batch.samples, entry.group, entry.rollout, strict=True)):
         of = record.groups.get(entry.groups[group]) if rollout >= 0 else None
         if of is not None and (what := _unlike(sample, of, rollout)):
             yield Finding(check="steps", where=where, what=f"sample {k}: {what}")
+
+
+def _of_its_samples(step: Trained, batch: Batch, where: str) -> Iterator[Finding]:
+    """Whether mean staleness and shares of right answers (these steer a curriculum) are its batch's."""
+    due = trained(step.node, Weights(version=step.version), batch)
+    if not math.isclose(due.staleness_mean, step.staleness_mean, rel_tol=1e-9, abs_tol=1e-12):
+        what = f"says a mean staleness of {step.staleness_mean}, it is {due.staleness_mean}"
+        yield Finding(check="steps", where=where, what=what)
+    if step.right_shares and due.right_shares != step.right_shares:  # older records have none
+        yield Finding(check="steps", where=where, what="says other shares of right answers than its samples")
 
 
 def _unlike(sample: Sample, group: GroupEntry, rollout: int) -> str:
