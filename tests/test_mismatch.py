@@ -102,7 +102,7 @@ def test_the_gate_warns_and_then_stops() -> None:
         return [(f.level, f.detail) for f in judge(gates, [measured], 7, "trainer")]
 
     assert said({}) == said(report(0.01, 0.0)) == said(report(9.0, 1.0, tokens=63)) == []
-    for mean, share, key in ((0.06, 0.0, "mean is 0.05"), (0.01, 0.03, "share is 0.02")):
+    for mean, share, key in ((0.11, 0.0, "mean is 0.1"), (0.01, 0.03, "share is 0.02")):
         ((level, message),) = said(report(mean, share))
         assert level == "warn"
         assert message.startswith("step 7: for the same weights")

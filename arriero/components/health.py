@@ -65,7 +65,7 @@ def judge(gates: Iterable[Gate], history: Sequence[Measured], step: int, node: s
 def _judged(gate: Gate, history: Sequence[Measured], step: int, node: str) -> Unhealthy | None:
     if len(history) < gate.steps:
         return None
-    values = [_value(gate, history, len(history) - 1 - back) for back in range(gate.steps)]
+    values = [judged_value(gate, history, len(history) - 1 - back) for back in range(gate.steps)]
     for level, bound, key in (("stop", gate.stop, gate.keys[1]), ("warn", gate.warn, gate.keys[0])):
         if bound is None or not all(beyond(gate, v, bound) for v in values):
             continue
@@ -87,8 +87,8 @@ def beyond(gate: Gate, value: float, bound: float) -> bool:
     return value <= bound if gate.low else value > bound
 
 
-def _value(gate: Gate, history: Sequence[Measured], at: int) -> float:
-    """The measure that is judged of step number `at`; not a number where there is none."""
+def judged_value(gate: Gate, history: Sequence[Measured], at: int) -> float:
+    """The measure that is judged of step number `at` (from 0); not a number where there is none."""
     counted, enough = gate.enough
     if counted and history[at].get(counted, 0.0) < enough:
         return math.nan

@@ -25,7 +25,7 @@ class MismatchGate:
     not judged.
     """
 
-    warn_mean: PositiveFloat = 0.05
+    warn_mean: PositiveFloat = 0.1
     stop_mean: PositiveFloat = 0.3
     token_bound: NonNegativeFloat = 0.5
     warn_share: float = Field(default=0.02, gt=0, le=1)
