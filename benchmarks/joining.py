@@ -10,7 +10,6 @@ time to the first step, and with it to the first rollout of its first generator.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -53,10 +52,9 @@ class Watched:
         ask(RunDir(self.run.path), request, going=lambda: self.run.process.poll() is None)
 
     def _given(self, number: int) -> int:
-        vitals = RunDir(self.run.path).vitals
-        pulses = json.loads(vitals.read_text())["pulses"] if vitals.exists() else {}
-        pulse = pulses.get(f"generator-{number}-0")
-        return int(pulse["status"]["nodes"][0]["given"]) if pulse else 0
+        run = RunDir(self.run.path)
+        pulse = run.read_vitals().pulses.get(f"generator-{number}-0") if run.vitals.exists() else None
+        return pulse.status.nodes[0].given if pulse else 0
 
     def _until(self, condition: Callable[[], object], began: float) -> float:
         self.run.until(condition)

@@ -283,6 +283,10 @@ def test_generators_and_rewards_join_and_leave_a_running_job(
     trained = [k for e in events if e["kind"] == "trained" for k in e["origins"]]
     assert len(trained) == len({*trained}) == 360
     assert audited(str(run.path)).findings == []
+    query = "select name, number from events where kind = 'scaled'"
+    assert main(["lineage", str(run.path), "--sql", query, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {(row["name"], row["number"]) for row in rows} == {(role, n) for role, *_, n in scaled}
     code, said = run.scale(capsys, "generator=2")
     assert code == 2
     assert said == f"arriero: error: {run.path} doesn't run any more; arriero run --resume goes on with it\n"

@@ -87,12 +87,13 @@ group by node, version""",
     "events": """
 select entry + if(kind = 'run', (select max(entry) + 1 from raw.events), 0) as entry,
        if(kind = 'run', id, kind) as kind,
-       case kind when 'restarted' then node when 'unhealthy' then id else '' end as name,
+       case when kind in ('restarted', 'scaled') then node when kind = 'unhealthy' then id else ''
+       end as name,
        coalesce(number, version, 0) as number, if(kind = 'unhealthy', reason, '') as level,
        if(kind = 'unhealthy', metrics ->> '$.measure', null) as measure,
        if(kind = 'unhealthy', (metrics ->> '$.value')::double, null) as value,
        if(kind = 'unhealthy', (metrics ->> '$.bound')::double, null) as bound, detail
-from raw.events where kind in ('restarted', 'resumed', 'unhealthy', 'run')""",
+from raw.events where kind in ('restarted', 'scaled', 'resumed', 'unhealthy', 'run')""",
 }
 
 _ORDER = {"rollouts": "entry, number", "samples": "entry, number"}
