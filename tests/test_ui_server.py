@@ -201,6 +201,20 @@ def test_a_run_that_goes_on_after_its_end_is_read_again(run: RunDir, tmp_path: P
         assert again is not index
 
 
+def test_a_damaged_record_is_said_in_a_sentence_and_the_page_goes_on(run: RunDir, tmp_path: Path) -> None:
+    copy = RunDir(tmp_path / "run")
+    shutil.copytree(run.path, copy.path)
+    with serving(copy) as url, httpx.Client(base_url=url, timeout=30) as asking:
+        (line,) = got(asking, "api/rollouts", count=1)["lines"]
+        for part in (p for p in (copy.lineage / "rollouts").rglob("*") if p.is_file()):
+            part.write_bytes(b"damaged")
+        answer = asking.get("api/rollout", params={"id": line["id"]})
+        assert answer.status_code == 500
+        assert answer.json()["error"].startswith("this can't be read: ")
+        assert "see arriero audit" in answer.json()["error"]
+        assert got(asking, "api/run")["sections"]["Result"]
+
+
 def test_the_command_says_its_address_and_leaves_on_ctrl_c(run: RunDir) -> None:
     command = [sys.executable, "-m", "arriero.launchers.cli", "ui", str(run.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -14,6 +14,7 @@ the policy forbids every script, style and address but its own, and any HTML mad
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -31,7 +32,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from arriero.engine.errors import UserError
+from arriero.engine.errors import UserError, one_line
 from arriero.launchers.report_rollouts import STYLE
 from arriero.launchers.ui.answers import Answers
 
@@ -50,6 +51,7 @@ _HEADERS = {
 }
 _LEAVE_S = 5  # for answers under way
 _ANY: TypeAdapter[Any] = TypeAdapter(Any)
+_log = logging.getLogger(__name__)
 
 
 def server(answers: Answers, token: str) -> uvicorn.Server:
@@ -118,7 +120,7 @@ class _Guarded:
                 message["headers"] = [*message.get("headers", []), *ours]
             await send(message)
 
-        given = scope["path"].split("/")[1].encode()
+        given = scope["path"].removeprefix("/").partition("/")[0].encode()
         known = secrets.compare_digest(given, self._token)
         answer: ASGIApp = self._app if known else Response("the address has no valid token", status_code=403)
         await answer(scope, receive, with_headers)
@@ -131,8 +133,8 @@ def _json(give: Give) -> Callable[[Request], Response]:
     def answer(request: Request) -> Response:
         try:
             found = give(dict(request.query_params))
-        except (UserError, ValidationError) as error:
-            return JSONResponse({"error": _told(error)}, status_code=400)
+        except Exception as error:  # noqa: BLE001  # whatever a damaged file raises; the page stays
+            return _refused(error)
         return Response(_ANY.dump_json(found), media_type="application/json")
 
     return answer
@@ -142,8 +144,8 @@ def _picture(draw: Callable[[dict[str, str]], str]) -> Callable[[Request], Respo
     def answer(request: Request) -> Response:
         try:
             drawn = draw(dict(request.query_params))
-        except (UserError, ValidationError) as error:
-            return JSONResponse({"error": _told(error)}, status_code=400)
+        except Exception as error:  # noqa: BLE001  # whatever a damaged file raises; the page stays
+            return _refused(error)
         if not drawn:
             return Response(status_code=204)
         namespace = "" if "xmlns=" in drawn else ' xmlns="http://www.w3.org/2000/svg"'
@@ -152,7 +154,13 @@ def _picture(draw: Callable[[dict[str, str]], str]) -> Callable[[Request], Respo
     return answer
 
 
-def _told(error: UserError | ValidationError) -> str:
+def _refused(error: Exception) -> Response:
+    """What the page shows in place of an answer: a mistake of its user, or files that can't be read."""
     if isinstance(error, UserError):
-        return str(error)
-    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        return JSONResponse({"error": str(error)}, status_code=400)
+    if isinstance(error, ValidationError):
+        told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        return JSONResponse({"error": told}, status_code=400)
+    _log.warning("a question of the page has no answer", exc_info=error)
+    told = f"this can't be read: {one_line(error)}; the files of the run are damaged, see arriero audit"
+    return JSONResponse({"error": told}, status_code=500)
