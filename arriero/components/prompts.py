@@ -150,7 +150,8 @@ class PromptSource(PromptData):
             raise UserError(
                 f"{data.path}: nothing is left to train on of {len(rows)} rows: {len(unused)} left out by "
                 f"where or keep, {len(twice)} held out too (overlap=allow trains on them), the others "
-                "without an answer that can be read"
+                "without an answer that can be read: give them one, or choose a --reward that needs none "
+                "(contains, function)"
             )
 
     async def _stream(self, part: OpenData, held: set[bytes], screen: Screen) -> AsyncGenerator[Prompt, None]:
