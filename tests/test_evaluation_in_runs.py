@@ -20,6 +20,7 @@ from arriero.components.group_decoding import GroupDecoding
 from arriero.components.policy import load_model
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import Function
+from arriero.components.vllm_options import VLLMOptions
 from arriero.components.weight_intake import WeightIntake
 from arriero.engine.codec import encode
 from arriero.engine.memory import MemoryBroker
@@ -35,7 +36,7 @@ from arriero.schemas.ledger import DroppedEvent, Evaluated, Event, Trained
 from arriero.schemas.messages import Dropped, Prompt, Rollout, Weights
 from tests import places
 from tests.brokers import Engine
-from tests.engines import state_of
+from tests.engines import needs_vllm, state_of
 from tests.inline_runs import peaked_model, policy_gradient_fields
 from tests.runtime_runs import declare, options, read
 
@@ -59,11 +60,11 @@ def held_out(path: Path, number: int) -> str:
     return str(file)
 
 
-async def play(path: Path, engine: Engine, **fields: Any) -> list[Event]:
+async def play(path: Path, engine: Engine, /, *, wait_bound_s: float = 60.0, **fields: Any) -> list[Event]:
     """The ledger of a run of AIPO on real models, each role with a connection of its own."""
     fields = policy_gradient_fields(path, model=peaked_model(path / "peaked"), **fields)
     spec = aipo(AIPOConfig(**fields)).check()
-    opts = options(engine.run, wait_bound_s=60.0, heartbeat_s=1.0)
+    opts = options(engine.run, wait_bound_s=wait_bound_s, heartbeat_s=1.0)
     owner = await declare(spec, opts, engine)
 
     async def replica(role: str, number: int) -> None:
@@ -210,6 +211,35 @@ async def played(work: Tokens, *asked: tuple[str, int]) -> list[Dropped]:
             out += await lane.step()
         await lane.close()
     return out
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["memory"], indirect=True)
+async def test_two_engines_of_vllm_in_one_process_sample_each_its_version(
+    engine: Engine, tmp_path: Path
+) -> None:
+    data = PromptSource(
+        path=str(tmp_path / "sums.jsonl"), eval_path=held_out(tmp_path, 6), eval_every=2, overlap="allow"
+    )
+    fields: dict[str, Any] = {
+        "data": data,
+        "reward": Function(function=noted, isolate=False),
+        "steps": 4,
+        "staleness": 1,
+        "groups_per_step": 2,
+        "engine": "vllm",
+        "evaluation_engine": "own",
+        "vllm": VLLMOptions(kv_cache_bytes=32 << 20, memory_share=0.4),
+        "kv_cache": "recompute",
+    }
+    events = await play(tmp_path, engine, **fields, samples=2, slots=8, wait_bound_s=500.0)
+    assert {len(places) for places in rounds(events).values()} == {6}
+    assert {*rounds(events)} >= {0, 4}
+    sampled = SAMPLED.pop(str(tmp_path))
+    for prompt, rollout in sampled:
+        assert {*rollout.versions[rollout.mask].tolist()} == {prompt.min_version}
 
 
 async def test_a_lane_takes_the_next_version_only_when_an_evaluation_is_over() -> None:
