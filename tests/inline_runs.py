@@ -79,10 +79,15 @@ def steps_of(graph: Graph, path: Path, *, seed: int = 7) -> list[dict[str, Any]]
 
 
 def recorded_grpo(path: Path, *words: str) -> RunDir:
-    """Three recorded steps of GRPO on four groups of four responses, begun by the command; and its model."""
+    """What `recorded` gives of GRPO."""
+    return recorded("grpo", path, *words)
+
+
+def recorded(pipeline: str, path: Path, *words: str) -> RunDir:
+    """Three recorded steps on four groups of four responses, begun by the command; and their model."""
     path.mkdir(exist_ok=True)
     policy_gradient_fields(path)
-    command = ["run", "grpo", "--model", str(path / "tiny"), "--data", str(path / "sums.jsonl")]
+    command = ["run", pipeline, "--model", str(path / "tiny"), "--data", str(path / "sums.jsonl")]
     command += ["--reward", "function", "--reward.function", "tests.inline_runs:share_of_threes"]
     command += ["--reward.isolate", "false", "--sampling.max-new-tokens", "5", "--steps", "3"]
     command += ["--groups-per-step", "4", "--samples", "4", "--slots", "16", "--run-dir", str(path / "run")]

@@ -17,7 +17,8 @@ from arriero.launchers.rundir import RunDir
 from arriero.launchers.runs import differences, read
 from arriero.schemas.ledger import Admitted
 from arriero.schemas.lineage import BatchEntry, Entry, GroupEntry, Noted
-from tests.inline_runs import recorded_grpo
+from arriero.schemas.messages import ScoredGroup
+from tests.inline_runs import recorded, recorded_grpo
 from tests.lineage_runs import overwrite
 from tests.test_lineage_audit import rechained
 
@@ -116,6 +117,38 @@ def test_a_reward_that_fails_now_is_no_verdict_on_those_of_then(
     assert "for which there was no verdict now: error: " in left
     assert "division by zero" in left
     assert not [f for f in report.findings if "(error)" in f.what]
+
+
+def test_rewards_are_computed_again_through_the_penalty_that_is_taken_off_them(tmp_path: Path) -> None:
+    run = recorded("dapo", tmp_path, "--overlong-buffer", "3")
+    report = audited(str(run.path))
+    assert (report.findings, report.left) == ([], [])
+    record = Lineage(str(run.path))
+    shaped = [record.group(key) for key, entry in record.groups.items() if entry.edge == "overlong"]
+    pairs = [
+        (s, r)
+        for g in shaped
+        if isinstance(g, ScoredGroup)
+        for s, r in zip(g.scores, g.group.rollouts, strict=True)
+    ]
+    assert report.done["rewards of overlong"] == f"{len(pairs)} computed again"
+    longest, buffer = 5, 3  # sampled tokens; the last ones cost up to 1
+    for score, rollout in pairs:
+        assert score.raw is not None
+        over = max(int(rollout.mask.sum()) - (longest - buffer), 0)
+        assert score.value == pytest.approx(score.raw - over / buffer)
+    assert any(score.value != score.raw for score, _ in pairs)
+
+    def without_penalty(entries: list[Entry]) -> list[Entry]:
+        return [
+            e.model_copy(update={"scores": e.scores.model_copy(update={"values": e.scores.raw})})
+            if isinstance(e, GroupEntry) and e.scores is not None and e.edge == "overlong"
+            else e
+            for e in entries
+        ]
+
+    rechained(run, without_penalty)
+    assert any(told.startswith("reward ") for told in found(run, "rewards of overlong"))
 
 
 def test_a_record_in_memory_is_refused_before_the_start(

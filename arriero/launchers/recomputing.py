@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import cast
 
 from arriero.components.advantage import GroupAdvantage
+from arriero.components.overlong import OverlongPenalty
 from arriero.components.rewards import LlmJudge, RewardModel, RolloutReward, WeightedSum, reward_version
 from arriero.components.verifiers.reward import Scorer
 from arriero.engine.codec import encode
@@ -16,7 +17,7 @@ from arriero.engine.graph import Graph
 from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.stream import Stream
-from arriero.schemas.graph import GraphSpec
+from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.messages import Batch, Dropped, Outcome, Record, ScoredGroup
 
 Result = tuple[str, str, list[Finding], list[str]]  # check, what it went through, findings, what was left out
@@ -36,7 +37,7 @@ async def recomputed(
         component: object = graph.nodes[node.name].component
         if node.output.endswith(":ScoredGroup") and node.inputs:
             try:
-                found.append(await _rewards(record, node.name, component, rescore=rescore))
+                found.append(await _rewards(record, graph, node, rescore=rescore))
             except UserError as error:  # its code is gone, say
                 name = f"rewards of {node.name}"
                 found.append((name, "", [], [f"{name}: {one_line(error)}"]))
@@ -54,8 +55,9 @@ class _Compared:
     findings: list[Finding] = field(default_factory=list[Finding])
 
 
-async def _rewards(record: Lineage, node: str, component: object, *, rescore: bool) -> Result:
-    name = f"rewards of {node}"
+async def _rewards(record: Lineage, graph: Graph, node: NodeSpec, *, rescore: bool) -> Result:
+    name = f"rewards of {node.name}"
+    component, penalties = _behind(graph, node)
     if why := _not_again(component):
         return name, "", [], [f"{name}: {why}"]
     reward = cast("RolloutReward", component)
@@ -63,14 +65,14 @@ async def _rewards(record: Lineage, node: str, component: object, *, rescore: bo
     found, gone, others = _Compared(), 0, list[str]()
     async with reward.opened() as scorer:
         for key, entry in record.groups.items():
-            if entry.edge != node or entry.scores is None:
+            if entry.edge != node.name or entry.scores is None:
                 continue
             if key in record.redacted:
                 gone += 1
             elif entry.scores.reward_version != version and not rescore:
                 others.append(entry.scores.reward_version)
             elif (whole := _scored(record, key)) is not None:
-                await _again(found, name, whole, scorer)
+                await _again(found, name, whole, scorer, penalties)
     left: list[str] = []
     if others:
         told = f"{len(others)} groups scored by version {others[0]}, here is {version}; see --rescore"
@@ -82,19 +84,35 @@ async def _rewards(record: Lineage, node: str, component: object, *, rescore: bo
     return name, f"{found.count} computed again" if found.count else "", found.findings, left
 
 
-async def _again(found: _Compared, name: str, then: ScoredGroup, scorer: Scorer) -> None:
-    """Compare each score of a group with what the reward gives now."""
+def _behind(graph: Graph, node: NodeSpec) -> tuple[object, list[OverlongPenalty]]:
+    """What scores the groups of `node`, and what is taken off their scores after it, in this order."""
+    component: object = graph.nodes[node.name].component
+    if not isinstance(component, OverlongPenalty):
+        return component, []
+    (source,) = (i.source for i in node.inputs)
+    reward, before = _behind(graph, graph.spec().node(source))
+    return reward, [*before, component]
+
+
+async def _again(
+    found: _Compared, name: str, then: ScoredGroup, scorer: Scorer, penalties: Sequence[OverlongPenalty]
+) -> None:
+    """Compare each score of a group with what the reward, and what is taken off it, give now."""
     of_verdicts = [k for k, score in enumerate(then.scores) if score.outcome in _VERDICTS]
     rollouts = [then.group.rollouts[k] for k in of_verdicts]
     made = await scorer.scores(then.group.prompt, rollouts) if rollouts else ()
     scores = dict(zip(of_verdicts, made, strict=True))
-    for k, score in enumerate(then.scores):
+    whole = then.model_copy(
+        update={"scores": tuple(scores.get(k, score) for k, score in enumerate(then.scores))}
+    )
+    for penalty in penalties:
+        whole = penalty.apply(whole)
+    for k, (score, now) in enumerate(zip(then.scores, whole.scores, strict=True)):
         where = f"{then.group.id}/{k}"
         if score.outcome not in _VERDICTS:
             told = f"reward {score.value} without a verdict ({score.outcome}), which counts as 0"
             found.findings += [Finding(check=name, where=where, what=told)] if score.value else []
             continue
-        now = scores[k]
         if now.outcome not in _VERDICTS:  # it says nothing about the one of then
             found.failed.append(f"{now.outcome}: {' '.join(now.detail.split()):.200}")
             continue
