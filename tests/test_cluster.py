@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,36 @@ def test_a_job_with_everything_is_valid_for_kubernetes() -> None:
     assert {"name": "mount-1", "mountPath": "/data", "readOnly": True} in container["volumeMounts"]
     assert (hub["template"]["spec"]["restartPolicy"], spec["restartPolicy"]) == ("Never", "OnFailure")
     assert container["command"][-4:] == ["--replica", "VC_TASK_INDEX", "--ranks", "2"]
+
+
+def test_a_replica_that_joins_is_a_valid_job_of_the_run_with_the_needs_of_its_role() -> None:
+    pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    from arriero.launchers.volcano_job import opening
+    from tests.cluster.api_server import invalid, problems
+
+    made = placed(replace(EVERYTHING, roles={"generator": RoleNeeds(gpus=2)}), generators=4)
+    whole = next(t for t in volcano_job(made)["spec"]["tasks"] if t["name"] == "generator")
+    job = volcano_job(guest_plan(made, "generator"))
+    assert problems(job) == []
+    (task,) = job["spec"]["tasks"]
+    assert (task["replicas"], job["spec"]["minAvailable"], job["spec"]["queue"]) == (1, 1, "training")
+    assert re.fullmatch("toy-1-[0-9a-f]{8}", job["metadata"]["name"])
+    labels = task["template"]["metadata"]["labels"]
+    assert (job["metadata"]["labels"]["arriero/run"], labels["arriero/run"]) == ("toy-1", "toy-1")
+    pod, other = task["template"]["spec"], whole["template"]["spec"]
+    assert pod["volumes"] == other["volumes"]
+    (own,), (others,) = pod["containers"], other["containers"]
+    assert own["resources"] == others["resources"]
+    assert own["env"] == others["env"]
+    assert own["command"][-3:] == ["--role", "generator", "--join"]
+    assert pod["restartPolicy"] == "Never"
+    assert invalid("NetworkPolicy", opening("toy-1", "u"), "networking.k8s.io/v1") == []
+
+
+def test_the_name_of_a_job_that_joins_leaves_room_for_its_pod() -> None:
+    long = placed(EVERYTHING).model_copy(update={"run_id": "r" * 20 + "-" * 10 + "r" * 20})
+    name = volcano_job(guest_plan(long, "generator"))["metadata"]["name"]
+    assert len(f"{name}-generator-0") == 63  # the most of a label
 
 
 def test_the_plain_jobs_of_the_documentation_are_valid_with_the_templates_of_a_run() -> None:

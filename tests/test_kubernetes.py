@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,8 +61,17 @@ kubernetes = {{ namespace = "rl" }}
         return done.stdout.strip()
 
     def job(self) -> Stored:
-        (job,) = self.api.jobs.values()
-        return job
+        """That of the run."""
+        return next(iter(self.api.jobs.values()))
+
+    def guests(self) -> list[Stored]:
+        """The jobs of replicas that joined."""
+        return list(self.api.jobs.values())[1:]
+
+    def given(self, replica: int) -> int:
+        """Records that a generator has given, by its last heartbeat."""
+        pulse = self.run.read_vitals().pulses.get(f"generator-{replica}-0")
+        return pulse.status.nodes[0].given if pulse else 0
 
     def pod(self, name: str) -> Pod:
         self.until(lambda: self.job().pods)
@@ -175,6 +185,73 @@ def test_a_killed_rank_starts_the_job_again_which_goes_on_from_its_version(clust
     assert "the run goes on, trainer from version" in told
     lines = (cluster.run.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 21))
+
+
+def test_generators_join_a_running_job_by_jobs_of_their_own_and_leave_it(cluster: Cluster) -> None:
+    handle = cluster.submit(
+        "--steps", "220", "--generators", "1", "--generator-s", "0.05", "--seconds", "0.1"
+    )
+    cluster.until(lambda: cluster.steps() >= 2)
+    more = cluster.arriero("scale", handle, "generator=3")
+    assert more.returncode == 0, more.stderr
+    own = rf"{handle}-[0-9a-f]{{8}}"
+    assert re.fullmatch(f"generator: 1 -> 3, {own}, {own} joins when it starts\n", more.stdout), more.stdout
+    cluster.until(lambda: all(cluster.given(k) for k in (1, 2)))
+    first, second = cluster.guests()
+    (policy,) = cluster.api.policies.values()
+    reached = policy["spec"]["podSelector"]["matchLabels"].items()
+    assert all(reached <= p.labels.items() for job in cluster.api.jobs.values() for p in job.pods)
+    assert first.body["metadata"]["ownerReferences"][0]["uid"] == cluster.job().body["metadata"]["uid"]
+    told = json.loads(cluster.arriero("status", handle, "--json").stdout)
+    assert told["replicas"]["generator"] == ["running node"] * 3
+    fewer = cluster.arriero("scale", str(cluster.run.path), "generator=2")
+    assert (fewer.returncode, fewer.stdout[:17]) == (0, "generator: 3 -> 2"), fewer.stderr
+    cluster.until(lambda: second.pods[0].code() is not None, 30)
+    assert (second.phase, second.pods[0].code()) == ("Aborted", 0)  # in order, for a kill is 137
+    process = first.pods[0].process
+    assert process is not None
+    os.killpg(process.pid, signal.SIGKILL)  # as with a node that is lost
+    cluster.until(lambda: first.phase == "Terminated")
+    none = cluster.arriero("scale", handle, "generator=1")
+    assert (none.returncode, none.stdout) == (0, "generator: 1 -> 1, as it was\n")
+
+    cluster.until(lambda: cluster.job().phase == "Completed")
+    summary = cluster.run.read_summary()
+    assert (summary.state, summary.steps, summary.groups_trained) == ("finished", 220, 880)
+    events = [json.loads(line) for line in cluster.run.ledger.read_text().splitlines()]
+    scaled = [(e["joined"], e["leaving"]) for e in events if e["kind"] == "scaled"]
+    assert sorted(k for joined, _ in scaled for k in joined) == [1, 2]
+    assert sorted(k for _, leaving in scaled for k in leaving) == [1, 2]
+    assert "arriero: joined as generator-2" in cluster.arriero("logs", handle, "generator-2").stdout
+    unknown = cluster.arriero("logs", handle, "generator-9", "--follow")
+    assert (unknown.returncode, "has no log of generator-9" in unknown.stderr) == (2, True)
+    over = cluster.arriero("scale", handle, "generator=2")
+    assert (over.returncode, "replicas join and leave while a run goes on" in over.stderr) == (2, True)
+
+
+def test_cancel_takes_replicas_along_that_joined_or_still_wait(cluster: Cluster) -> None:
+    handle = cluster.submit("--steps", "100000", "--generators", "1", "--generator-s", "0.05")
+    cluster.until(lambda: cluster.steps() >= 2)
+    for words, remedy in {
+        ("trainer=2",): "trainer: it closes a loop, so it has one replica, not 2",
+        ("generatr=2",): "toy has no role generatr; did you mean generator?",
+    }.items():
+        refused = cluster.arriero("scale", handle, *words)
+        assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+        assert remedy in refused.stderr
+    assert cluster.arriero("scale", handle, "generator=2").returncode == 0
+    cluster.until(lambda: cluster.given(1))
+    cluster.api.full = True
+    assert cluster.arriero("scale", handle, "generator=3").returncode == 0
+    joined, waits = cluster.guests()
+    assert (joined.phase, waits.phase) == ("Running", "Pending")
+    guest = f"kubernetes://rl:{waits.body['metadata']['name']}"
+    assert "Pending" in cluster.arriero("status", guest).stdout
+    assert cluster.arriero("cancel", handle).returncode == 0
+    cluster.until(lambda: all(p.code() is not None for j in cluster.api.jobs.values() for p in j.pods), 30)
+    assert [job.phase for job in cluster.api.jobs.values()] == ["Aborted"] * 3
+    assert waits.pods == []
+    assert cluster.run.read_summary().state == "stopped"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from arriero.schemas.crew import (
     Meeting,
     Order,
     Welcome,
+    joined_line,
     replica_name,
 )  # fmt: skip
 
@@ -97,6 +98,7 @@ async def _serve(args: argparse.Namespace) -> int:
         agent = _Agent(broker, told)
         if args.join:
             replica = await agent.ask(args.role, _THERE_S)
+            print(joined_line(replica_name(args.role, replica, 0)), flush=True)
             if args.log is not None:
                 _link(args.log, replica_name(args.role, replica, 0))
         agent.name = replica_name(args.role, replica, host)

@@ -90,7 +90,7 @@ class Guest(Message):
 
 
 class GuestsFile(Message):
-    """`guests.json` in a run directory, oldest first."""
+    """`guests.json` in the directory of a run on Slurm, oldest first; Kubernetes knows by itself."""
 
     guests: tuple[Guest, ...] = ()
 

@@ -14,20 +14,35 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import psutil
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Stream
 from torchx.specs import AppDef
 
 from arriero.engine.errors import UserError
-from arriero.launchers.cluster import JOB_FILE, Guest, Job, Plan, cluster_app, guests_of
+from arriero.launchers.cluster import JOB_FILE, PLAN_FILE, Guest, Job, Plan, cluster_app, guests_of
 from arriero.launchers.profile import Cluster
 from arriero.launchers.rundir import RunDir, read_json
+from arriero.schemas.graph import GraphSpec
+from arriero.schemas.run import RunOptions
+
+if TYPE_CHECKING:
+    from arriero.launchers.volcano import ArrieroVolcano
 
 GOING = ("SUBMITTED", "PENDING", "RUNNING", "UNKNOWN")  # TorchX's states of what isn't over
 _SETTLE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A run on a cluster as whoever lets replicas join it must know it."""
+
+    spec: GraphSpec
+    options: RunOptions
+    plan: Plan
 
 
 class Scheduler(Protocol):
@@ -49,11 +64,7 @@ def scheduler(on: Cluster) -> Scheduler:
         from arriero.launchers import slurm
 
         return cast("Scheduler", slurm.create_scheduler("arriero"))  # TorchX leaves types of requests open
-    try:
-        from arriero.launchers import volcano
-    except ImportError as error:
-        raise UserError(f"{error.name} isn't installed; pip install 'arriero[kubernetes]'") from error
-    return cast("Scheduler", volcano.create_scheduler("arriero"))
+    return cast("Scheduler", _volcano())
 
 
 def rendered(plan: Plan) -> str:
@@ -73,15 +84,36 @@ def submit(plan: Plan) -> Job:
 def join(plan: Plan) -> Guest:
     """Submit one more replica for a run that goes on. Raises UserError in the scheduler's words."""
     one = scheduler(plan.profile.on)
-    one.schedule(one.submit_dryrun(cluster_app(plan), _config(plan)))
-    return guests_of(Path(plan.description))[-1]
+    app_id = one.schedule(one.submit_dryrun(cluster_app(plan), _config(plan)))
+    return Guest(role=plan.places[0].role, app_id=app_id)
 
 
-def guests(job: Job, description: Path) -> list[Guest]:
+def guests(job: Job) -> list[Guest]:
     """The jobs of replicas that joined the run or are to, as far as they aren't over; oldest first."""
+    if job.on == "kubernetes":
+        return _volcano().guests(job.app_id)
+    if not job.run_dir:
+        return []
     one = scheduler(_cluster(job))
-    described = ((guest, one.describe(guest.app_id)) for guest in guests_of(description))
+    described = ((guest, one.describe(guest.app_id)) for guest in guests_of(Path(job.run_dir)))
     return [guest for guest, found in described if found is not None and found.state.name in GOING]
+
+
+def placed(job: Job) -> Placed:
+    """What a run on a cluster is, and where its roles went. Raises UserError."""
+    if job.on == "kubernetes":
+        files = _volcano().description(job.app_id)
+        return Placed(
+            GraphSpec.model_validate_json(files["graph.json"]),
+            RunOptions.model_validate_json(files["options.json"]),
+            Plan.model_validate_json(files[PLAN_FILE]),
+        )
+    if not job.run_dir:
+        raise UserError(
+            f"{job.handle} is a handle; give the directory of the run, which says how it was placed"
+        )
+    run = RunDir(Path(job.run_dir))
+    return Placed(run.read_graph(), run.read_options(), read_json(run.path / PLAN_FILE, Plan))
 
 
 def find(name: str) -> Job:
@@ -104,9 +136,8 @@ def find(name: str) -> Job:
 def cancel(job: Job) -> None:
     """Stop the run; what it has recorded stays. Raises UserError."""
     if job.on != "local":
-        if job.run_dir:  # those that still wait would start for nothing
-            for guest in guests(job, Path(job.run_dir)):
-                scheduler(job.on).cancel(guest.app_id)
+        for guest in guests(job):  # those that still wait would start for nothing
+            scheduler(job.on).cancel(guest.app_id)
         scheduler(job.on).cancel(job.app_id)
         return
     process = local_process(job)
@@ -177,6 +208,14 @@ def _settled(job: Job) -> DescribeAppResponse | None:
         if not going or time.monotonic() > deadline:
             return described
         time.sleep(1.0)
+
+
+def _volcano() -> ArrieroVolcano:
+    try:
+        from arriero.launchers import volcano
+    except ImportError as error:
+        raise UserError(f"{error.name} isn't installed; pip install 'arriero[kubernetes]'") from error
+    return volcano.create_scheduler("arriero")
 
 
 def _cluster(job: Job) -> Cluster:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from arriero.engine.elastic import check_role, elastic_roles
 from arriero.engine.errors import UserError
 from arriero.launchers import jobs
-from arriero.launchers.cluster import PLAN_FILE, Job, Plan, guest_plan
+from arriero.launchers.cluster import Job, guest_plan
 from arriero.launchers.keys import nearest
 from arriero.launchers.requests import answer_to, request_path
 from arriero.launchers.rundir import RunDir, read_json, write_json
@@ -37,18 +37,10 @@ def scale(args: Sequence[str], show: Callable[[str], int]) -> int:
         return show(USAGE)
     name, wanted, within_s = _read(args)
     job = jobs.find(name)
-    if job.on == "kubernetes":
-        raise UserError(f"{name} runs on Kubernetes, where a run keeps the replicas of its job")
-    if not job.run_dir:
-        raise UserError(f"{name} is a handle; give the directory of the run, which says how it was placed")
+    if job.on != "local":
+        return show("\n".join(_by_jobs(name, job, wanted)))
     run = RunDir(Path(job.run_dir))
-    spec, options = run.read_graph(), run.read_options()
-    _refuse_fixed(options)
-    for role in wanted:
-        _check_known(spec, role)
-        check_role(spec, role)
-    if job.on == "slurm":
-        return show("\n".join(_by_jobs(job, run, wanted)))
+    _check(run.read_graph(), run.read_options(), wanted)
     if jobs.local_process(job) is None:
         raise UserError(f"{name} doesn't run any more; arriero run --resume goes on with it")
     request = ScaleRequest(id=uuid.uuid4().hex, replicas=wanted, within_s=within_s)
@@ -81,31 +73,32 @@ def ask(run: RunDir, request: ScaleRequest, going: Callable[[], bool]) -> ScaleA
         answer_to(path).unlink(missing_ok=True)
 
 
-def _by_jobs(job: Job, run: RunDir, wanted: dict[str, int]) -> list[str]:
+def _by_jobs(name: str, job: Job, wanted: dict[str, int]) -> list[str]:
     """Submit a job for each replica that joins, and cancel those of who leaves; what was done.
 
     Raises UserError before anything is.
     """
-    described = jobs.scheduler("slurm").describe(job.app_id)
+    assert job.on != "local"
+    scheduler = jobs.scheduler(job.on)
+    described = scheduler.describe(job.app_id)
     if described is None or described.state.name != "RUNNING":
         state = described.state.name.lower() if described else "gone"
-        raise UserError(f"{run.path} is {state}; replicas join and leave while a run goes on")
-    plan, going = read_json(run.path / PLAN_FILE, Plan), jobs.guests(job, run.path)
-    own = {place.role: place.tasks for place in plan.places}
+        raise UserError(f"{name} is {state}; replicas join and leave while a run goes on")
+    placed, going = jobs.placed(job), jobs.guests(job)
+    _check(placed.spec, placed.options, wanted)
+    own = {place.role: place.tasks for place in placed.plan.places}
     for role, number in wanted.items():
         if number < own[role]:
-            raise UserError(
-                f"{role}={number}: the job keeps the nodes of its {own[role]}; at least {own[role]}"
-            )
+            raise UserError(f"{role}={number}: the job keeps its {own[role]}; at least {own[role]}")
     told: list[str] = []
     for role, number in wanted.items():
         guests = [guest for guest in going if guest.role == role]
         more = number - own[role] - len(guests)
         leaving = guests[more:] if more < 0 else []
         for guest in reversed(leaving):
-            jobs.scheduler("slurm").cancel(guest.app_id)
-        joined = [jobs.join(guest_plan(plan, role)) for _ in range(more)]
-        names = ", ".join(f"slurm://{guest.app_id}" for guest in (*joined, *leaving))
+            scheduler.cancel(guest.app_id)
+        joined = [jobs.join(guest_plan(placed.plan, role)) for _ in range(more)]
+        names = ", ".join(f"{job.on}://{guest.app_id}" for guest in (*joined, *leaving))
         does = "joins when it starts" if joined else "leaves" if leaving else "as it was"
         told.append(f"{role}: {own[role] + len(guests)} -> {number}, {names} {does}".replace(",  ", ", "))
     return told
@@ -139,6 +132,14 @@ def _number(key: str, text: str) -> float:
         return TypeAdapter(float).validate_python(text)
     except ValidationError:
         raise UserError(f"{key} takes seconds, not {text!r}") from None
+
+
+def _check(spec: GraphSpec, options: RunOptions, wanted: dict[str, int]) -> None:
+    """Raises UserError for what can't be scaled."""
+    _refuse_fixed(options)
+    for role in wanted:
+        _check_known(spec, role)
+        check_role(spec, role)
 
 
 def _check_known(spec: GraphSpec, role: str) -> None:

@@ -7,11 +7,10 @@ Apps that aren't ours are left to TorchX.
 
 from __future__ import annotations
 
-import json
+import base64
 import re
 import time
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any, cast
 
@@ -19,11 +18,22 @@ from kubernetes.client import ApiException
 from torchx.schedulers.api import DescribeAppResponse, Stream
 from torchx.schedulers.kubernetes_scheduler import JOB_STATE, KubernetesScheduler, Opts
 from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, Role, RoleStatus
-from urllib3.exceptions import HTTPError
 
 from arriero.engine.errors import UserError
-from arriero.launchers.cluster import PLAN, Plan, remember, scheduler_name
-from arriero.launchers.volcano_job import GROUP, VERSION, VolcanoRequest, request
+from arriero.launchers.api_answers import http_code, told
+from arriero.launchers.cluster import PLAN, Guest, Plan, remember, scheduler_name
+from arriero.launchers.volcano_job import (
+    GROUP,
+    ROLE,
+    RUN,
+    VERSION,
+    VolcanoRequest,
+    job_name,
+    opening,
+    owner,
+    request,
+)  # fmt: skip
+from arriero.schemas.crew import joined_line
 
 _PODS = {
     "Pending": AppState.PENDING,
@@ -31,13 +41,8 @@ _PODS = {
     "Succeeded": AppState.SUCCEEDED,
     "Failed": AppState.FAILED,
 }
-_REMEDIES = {
-    401: "log in again: `kubectl auth whoami` says who you are",
-    403: "ask for the right to create jobs.batch.volcano.sh and secrets: `kubectl auth can-i --list`",
-    404: "is Volcano installed, and does the namespace exist? `kubectl api-resources | grep volcano`",
-    409: "submit again",
-    422: "correct the profile; `arriero check --on kubernetes` shows the manifest",
-}
+_OVER = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
+_FIRST_BYTES = 4096  # of the output of a replica that joined, within which it says its name
 
 
 class ArrieroVolcano(KubernetesScheduler):
@@ -57,9 +62,11 @@ class ArrieroVolcano(KubernetesScheduler):
         made = dryrun_info.request
         if not isinstance(made, VolcanoRequest):
             return super().schedule(dryrun_info)
+        if made.plan.joins:
+            return self._join(made)
         name, custom, bundle = made.job["metadata"]["name"], self._custom(), made.bundle()
-        place = {"group": GROUP, "version": VERSION, "namespace": made.namespace, "plural": "jobs"}
-        with _told():
+        place = _jobs(made.namespace)
+        with told():
             job = custom.create_namespaced_custom_object(body=made.job, **place)
             try:
                 # Pods wait for the secret, which goes when the job does.
@@ -70,25 +77,70 @@ class ArrieroVolcano(KubernetesScheduler):
         remember(made.plan, app_id := f"{made.namespace}:{name}")
         return app_id
 
+    def _join(self, made: VolcanoRequest) -> str:
+        """Submit one more replica; its handle."""
+        run, custom = job_name(made.plan), self._custom()
+        with told():
+            uid = custom.get_namespaced_custom_object(name=run, **_jobs(made.namespace))["metadata"]["uid"]
+            try:
+                self._networking().create_namespaced_network_policy(made.namespace, opening(run, uid))
+            except ApiException as error:
+                if http_code(error) != 409:  # the first that joined has made it
+                    raise
+            metadata = {**made.job["metadata"], "ownerReferences": [owner(run, uid)]}
+            custom.create_namespaced_custom_object(
+                body={**made.job, "metadata": metadata}, **_jobs(made.namespace)
+            )
+        return f"{made.namespace}:{metadata['name']}"
+
+    def guests(self, app_id: str) -> list[Guest]:
+        """The jobs of replicas that joined the run or are to, as far as they aren't over; oldest first."""
+        namespace, name = app_id.split(":")
+        with told():
+            found: Any = self._custom().list_namespaced_custom_object(
+                label_selector=f"{RUN}={name}", **_jobs(namespace)
+            )
+        going = [
+            job["metadata"] for job in found["items"]
+            if job["metadata"]["name"] != name and JOB_STATE.get(_phase(job)) not in _OVER
+        ]  # fmt: skip
+        going.sort(key=lambda m: (m["creationTimestamp"], m["name"]))
+        return [Guest(role=m["annotations"][ROLE], app_id=f"{namespace}:{m['name']}") for m in going]
+
+    def description(self, app_id: str) -> dict[str, bytes]:
+        """What was submitted with the run: files by name, with its plan. Raises UserError."""
+        namespace, name = app_id.split(":")
+        with told():
+            job = self._custom().get_namespaced_custom_object(name=name, **_jobs(namespace))
+            run = job["metadata"].get("labels", {}).get(RUN)
+            if run is None:
+                raise UserError(f"kubernetes://{app_id} is no run of this arriero, or of an older one")
+            if run != name:
+                raise UserError(
+                    f"kubernetes://{app_id} is a replica that joined; the run is kubernetes://{namespace}:{run}"
+                )
+            data = self._core().read_namespaced_secret(name, namespace).data
+        return {key: base64.b64decode(value) for key, value in data.items()}
+
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """Raises UserError if the API server doesn't answer."""
         namespace, name = app_id.split(":")
-        with _told():
+        with told():
             try:
-                job = self._custom().get_namespaced_custom_object(
-                    group=GROUP, version=VERSION, namespace=namespace, plural="jobs", name=name
-                )
+                job = self._custom().get_namespaced_custom_object(name=name, **_jobs(namespace))
             except ApiException as error:
-                if _status(error) == 404:
+                if http_code(error) == 404:
                     return None
                 raise
-            pods = self._core().list_namespaced_pod(namespace, label_selector=f"volcano.sh/job-name={name}")
+            whole = job["metadata"].get("labels", {}).get(RUN) == name  # with those that joined
+            chosen = f"{RUN}={name}" if whole else f"volcano.sh/job-name={name}"
+            pods = self._core().list_namespaced_pod(namespace, label_selector=chosen)
         state = cast("dict[str, Any]", job.get("status", {}).get("state", {}))
-        phase = str(state.get("phase", "Pending"))
+        phase = _phase(job)
         roles: dict[str, RoleStatus] = {}
         code: int | None = None
         for pod in sorted(pods.items, key=lambda p: str(p.metadata.name)):
-            role, number = _role_and_number(str(pod.metadata.name), name)
+            role, number = _role_and_number(pod, name)
             replica = ReplicaStatus(
                 id=number, role=role, hostname=pod.spec.node_name or "",
                 state=_PODS.get(pod.status.phase, AppState.UNKNOWN),
@@ -96,14 +148,14 @@ class ArrieroVolcano(KubernetesScheduler):
             roles.setdefault(role, RoleStatus(role, [])).replicas.append(replica)
             if role == "hub":
                 code = _exit_code(pod)
-        told = [phase, *([f"exit code {code}"] if code is not None else []), str(state.get("message", ""))]
+        parts = [phase, *([f"exit code {code}"] if code is not None else []), str(state.get("message", ""))]
         return DescribeAppResponse(
             app_id=app_id,
             state=JOB_STATE.get(phase, AppState.UNKNOWN),
             roles=[Role(name=k, image="", num_replicas=len(v.replicas)) for k, v in roles.items()],
             roles_statuses=list(roles.values()),
             num_restarts=int(job.get("status", {}).get("retryCount", 0)),
-            msg=", ".join(part for part in told if part),
+            msg=", ".join(part for part in parts if part),
         )
 
     def log_iter(
@@ -119,9 +171,9 @@ class ArrieroVolcano(KubernetesScheduler):
     ) -> Iterable[str]:
         """Lines of a pod's log; with `should_tail` until it ends. Raises UserError."""
         namespace, name = app_id.split(":")
-        pod = f"{name}-{scheduler_name(role_name)}-{k}"
-        with _told():
-            self._started(namespace, pod, wait=should_tail)
+        with told():
+            pod = self._pod_of(namespace, name, role_name, k)
+            self._started(namespace, name, pod, wait=should_tail)
             answer = self._core().read_namespaced_pod_log(
                 pod, namespace, follow=should_tail, _preload_content=False
             )
@@ -129,7 +181,23 @@ class ArrieroVolcano(KubernetesScheduler):
                 if regex is None or re.search(regex, line):
                     yield line
 
-    def _started(self, namespace: str, pod: str, *, wait: bool) -> None:
+    def _pod_of(self, namespace: str, name: str, role: str, number: int) -> str:
+        """The name of a replica's pod. Raises UserError for one that isn't known."""
+        task, core = scheduler_name(role), self._core()
+        job = self._custom().get_namespaced_custom_object(name=name, **_jobs(namespace))
+        if number < sum(t["replicas"] for t in job["spec"]["tasks"] if t["name"] == task):
+            return f"{name}-{task}-{number}"
+        pods = core.list_namespaced_pod(namespace, label_selector=f"{RUN}={name},{ROLE}={task}").items
+        for pod in (p.metadata.name for p in pods if p.status.phase != "Pending"):
+            if not pod.startswith(f"{name}-{task}-"):
+                said = core.read_namespaced_pod_log(pod, namespace, limit_bytes=_FIRST_BYTES)
+                if joined_line(f"{role}-{number}") in said.splitlines():
+                    return str(pod)
+        raise UserError(
+            f"kubernetes://{namespace}:{name} has no log of {role}-{number}; arriero status says who is there"
+        )
+
+    def _started(self, namespace: str, job: str, pod: str, *, wait: bool) -> None:
         """With `wait`, until the pod has begun or its job is over."""
         while wait:
             try:
@@ -137,12 +205,15 @@ class ArrieroVolcano(KubernetesScheduler):
                 if found.status.phase != "Pending":
                     return
             except ApiException as error:
-                if _status(error) != 404:
+                if http_code(error) != 404:
                     raise
+                found = self._custom().get_namespaced_custom_object(name=job, **_jobs(namespace))
+                if JOB_STATE.get(_phase(found)) in _OVER:
+                    return
             time.sleep(0.5)
 
     def _cancel_existing(self, app_id: str) -> None:
-        with _told():
+        with told():
             super()._cancel_existing(app_id)
 
     def _custom(self) -> Any:
@@ -153,41 +224,29 @@ class ArrieroVolcano(KubernetesScheduler):
 
         return client.CoreV1Api(self._api_client())
 
+    def _networking(self) -> Any:
+        from kubernetes import client
+
+        return client.NetworkingV1Api(self._api_client())
+
 
 def create_scheduler(session_name: str, **_: object) -> ArrieroVolcano:
     return ArrieroVolcano(session_name=session_name)
 
 
-@contextmanager
-def _told() -> Generator[None]:
-    """What the API server answers, in one line, with the remedy."""
-    try:
-        yield
-    except ApiException as error:
-        remedy = _REMEDIES.get(_status(error), "")
-        raise UserError(
-            f"the API server says: {_message(error)}" + (f"; {remedy}" if remedy else "")
-        ) from error
-    except HTTPError as error:
-        raise UserError(
-            f"the API server can't be reached ({error}); `kubectl config current-context` says which it is"
-        ) from error
+def _jobs(namespace: str) -> dict[str, str]:
+    """Where the API server has Volcano's jobs."""
+    return {"group": GROUP, "version": VERSION, "namespace": namespace, "plural": "jobs"}
 
 
-def _status(error: Any) -> int:
-    return int(error.status or 0)
+def _phase(job: Any) -> str:
+    return str(job.get("status", {}).get("state", {}).get("phase", "Pending"))
 
 
-def _message(error: Any) -> str:
-    try:
-        return str(json.loads(error.body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return f"{error.status} {error.reason}"
-
-
-def _role_and_number(pod: str, job: str) -> tuple[str, int]:
-    role, _, number = pod.removeprefix(f"{job}-").rpartition("-")
-    return role, int(number) if number.isdecimal() else 0
+def _role_and_number(pod: Any, job: str) -> tuple[str, int]:
+    role, _, number = str(pod.metadata.name).removeprefix(f"{job}-").rpartition("-")
+    labels = cast("dict[str, str]", pod.metadata.labels or {})
+    return labels.get(ROLE, role), int(number) if number.isdecimal() else 0
 
 
 def _exit_code(pod: Any) -> int | None:

@@ -2,11 +2,13 @@
 
 secret RUN: start.py, the wheel, graph.json, ...  -> mounted at /arriero in every pod
 job RUN: task hub (its end is the job's), one task for every other role (their containers start again)
+job RUN-xxxxxxxx: a replica that joined, which belongs to the job RUN, as do its secret and a network policy
 """
 
 from __future__ import annotations
 
 import base64
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +21,14 @@ from torchx.specs import AppDef, Role, macros
 
 from arriero.engine.errors import UserError
 from arriero.launchers.appdef import HUB
-from arriero.launchers.cluster import BUNDLE_MOUNT, Place, Plan
+from arriero.launchers.cluster import BUNDLE_MOUNT, PLAN_FILE, Place, Plan
 from arriero.launchers.conduct import BUNDLE, PREEMPTED
 from arriero.launchers.place import ATTEMPT, HOST
 from arriero.launchers.profile import KubernetesNeeds, Toleration
 from arriero.launchers.ship import FOLDER
 
 GROUP, VERSION = "batch.volcano.sh", "v1alpha1"
+RUN, ROLE = "arriero/run", "arriero/role"  # labels: the name of the run's job, that of the task
 _INDEX = "VC_TASK_INDEX"  # of Volcano's plugin `env`
 _SECRET_BYTES = 1 << 20  # what an API server takes
 _NAME_CHARS = 63
@@ -47,6 +50,7 @@ class VolcanoRequest:
         files = [p for p in (folder / FOLDER).glob("*") if p.is_file()]
         files += [folder / name for name in BUNDLE]
         data = {file.name: file.read_bytes() for file in files}
+        data[PLAN_FILE] = self.plan.model_dump_json().encode()  # for replicas that are to join
         if (size := sum(map(len, data.values()))) > _SECRET_BYTES:
             raise UserError(
                 f"code and description of the run are {size >> 10} KiB, more than a secret holds (1 MiB); "
@@ -56,8 +60,7 @@ class VolcanoRequest:
         name = self.job["metadata"]["name"]
 
         def secret(uid: str) -> dict[str, Any]:
-            owner = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Job", "name": name, "uid": uid}
-            metadata = {"name": name, "ownerReferences": [owner]}
+            metadata = {"name": name, "ownerReferences": [owner(name, uid)]}
             return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": encoded}
 
         return secret
@@ -65,10 +68,32 @@ class VolcanoRequest:
     def __repr__(self) -> str:
         """The manifest as YAML; what the secret holds is described, not shown."""
         name = self.job["metadata"]["name"]
-        files = ", ".join(("start.py", "code.json", "user.zip", "the wheel of arriero", *BUNDLE))
+        own = ("start.py", "code.json", "user.zip", "the wheel of arriero", *BUNDLE, PLAN_FILE)
+        files = ", ".join(own)
         head = f"# Secret {name}, which belongs to the job, holds {files}.\n"
         dump = cast("Any", yaml).safe_dump  # the types of its streams are unknown
         return head + str(dump(self.job, sort_keys=False, width=110))
+
+
+def owner(name: str, uid: str) -> dict[str, str]:
+    """The job of the run, for what is deleted with it."""
+    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Job", "name": name, "uid": uid}
+
+
+def opening(name: str, uid: str) -> dict[str, Any]:
+    """The network policy that lets replicas which join reach the pods of the run, and be reached by them.
+
+    Volcano's plugin `svc` makes one that lets in pods of the same job alone.
+    """
+    pods = {"matchLabels": {RUN: name}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": f"{name[: _NAME_CHARS - 5]}-joins", "ownerReferences": [owner(name, uid)]},
+        "spec": {
+            "podSelector": pods, "ingress": [{"from": [{"podSelector": pods}]}], "policyTypes": ["Ingress"],
+        },
+    }  # fmt: skip
 
 
 def request(app: AppDef, plan: Plan) -> VolcanoRequest:
@@ -80,12 +105,16 @@ def request(app: AppDef, plan: Plan) -> VolcanoRequest:
         "queue": needs.queue,
         "minAvailable": sum(place.tasks for place in plan.places),
         "maxRetry": plan.profile.requeues + 1,
-        "plugins": {"env": [], "svc": ["--publish-not-ready-addresses"]},
+        "plugins": {} if plan.joins else {"env": [], "svc": ["--publish-not-ready-addresses"]},
         "tasks": tasks,
     }
     if needs.priority_class:
         spec["priorityClassName"] = needs.priority_class
-    metadata = {"name": name, "namespace": needs.namespace, "labels": {"app.kubernetes.io/name": "arriero"}}
+    labels = {"app.kubernetes.io/name": "arriero", RUN: name}
+    metadata: dict[str, Any] = {"name": name, "namespace": needs.namespace, "labels": labels}
+    if plan.joins:
+        (place,) = plan.places
+        metadata |= {"name": _guest_name(name, place), "annotations": {ROLE: place.role}}
     job = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Job", "metadata": metadata, "spec": spec}
     return VolcanoRequest(needs.namespace, job, plan)
 
@@ -101,12 +130,23 @@ def job_name(plan: Plan) -> str:
     return name
 
 
+def _guest_name(run: str, place: Place) -> str:
+    """One that no other has, and that leaves room for its pod's."""
+    own = f"-{uuid.uuid4().hex[:8]}"
+    room = _NAME_CHARS - len(f"{own}-{place.name}-0")
+    return run[:room].rstrip("-") + own
+
+
 def _task(role: Role, place: Place, plan: Plan, name: str) -> dict[str, Any]:
     return {
         "name": place.name,
         "replicas": place.tasks,
         "template": _pod(role, place, plan, name),
-        "policies": _hub_policies() if place.role == HUB else _policies(),
+        "policies": _guest_policies()
+        if plan.joins
+        else _hub_policies()
+        if place.role == HUB
+        else _policies(),
     }
 
 
@@ -117,6 +157,15 @@ def _hub_policies() -> list[dict[str, Any]]:
         {"event": "TaskCompleted", "action": "CompleteJob"},
         {"event": "PodEvicted", "action": "RestartJob"},
         *again,
+        {"event": "PodFailed", "action": "TerminateJob"},
+    ]
+
+
+def _guest_policies() -> list[dict[str, Any]]:
+    """Nothing comes again: who was told to leave has left, and who has vanished counts as one that left."""
+    return [
+        {"event": "TaskCompleted", "action": "CompleteJob"},
+        {"event": "PodEvicted", "action": "CompleteJob"},
         {"event": "PodFailed", "action": "TerminateJob"},
     ]
 
@@ -143,7 +192,7 @@ def _pod(role: Role, place: Place, plan: Plan, name: str) -> dict[str, Any]:
     client: Any = ApiClient()  # its method has no types
     pod: dict[str, Any] = client.sanitize_for_serialization(made)
     spec, (container,) = pod["spec"], pod["spec"]["containers"]
-    spec["restartPolicy"] = "Never" if place.role == HUB else "OnFailure"
+    spec["restartPolicy"] = "Never" if plan.joins or place.role == HUB else "OnFailure"
     spec["terminationGracePeriodSeconds"] = _GRACE_S
     spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **needs.node_selector}
     spec["tolerations"] = [_toleration(t) for t in needs.tolerations]
@@ -162,7 +211,7 @@ def _pod(role: Role, place: Place, plan: Plan, name: str) -> dict[str, Any]:
     empty = [key for key in ("nodeSelector", "tolerations", "imagePullSecrets") if not spec[key]]
     for key in empty:
         del spec[key]
-    pod["metadata"].setdefault("labels", {})["arriero/role"] = place.name
+    pod["metadata"].setdefault("labels", {}).update({RUN: name, ROLE: place.name})
     return {"metadata": pod["metadata"], "spec": spec}
 
 

@@ -86,3 +86,8 @@ ORDER: TypeAdapter[AnyOrder] = TypeAdapter(Annotated[AnyOrder, Field(discriminat
 
 def replica_name(role: str, replica: int, host: int) -> str:
     return f"{role}-{replica}" + (f".{host}" if host else "")
+
+
+def joined_line(name: str) -> str:
+    """What the agent of a replica that has joined prints, by which the output of `name` is found."""
+    return f"arriero: joined as {name}"

@@ -27,7 +27,8 @@ import kubernetes_validate
 KUBERNETES = "1.34"
 GRACE_S = 8.0
 _JOBS = re.compile(r"/apis/batch\.volcano\.sh/v1alpha1/namespaces/([^/]+)/jobs(?:/([^/]+))?(/status)?")
-_SECRETS = re.compile(r"/api/v1/namespaces/([^/]+)/secrets")
+_SECRETS = re.compile(r"/api/v1/namespaces/([^/]+)/secrets(?:/([^/]+))?")
+_POLICIES = re.compile(r"/apis/networking\.k8s\.io/v1/namespaces/([^/]+)/networkpolicies")
 _PODS = re.compile(r"/api/v1/namespaces/([^/]+)/pods(?:/([^/]+))?(/log)?")
 _EVENTS = {"PodEvicted", "PodFailed", "TaskCompleted"}
 _ACTIONS = {"RestartJob", "CompleteJob", "TerminateJob", "AbortJob"}
@@ -49,12 +50,14 @@ def problems(job: Json) -> list[str]:
                 found.append(f"unknown policy {policy}")
     for task in job["spec"]["tasks"]:
         found += [f"{task['name']}: {text}" for text in invalid("Pod", task["template"])]
+        if len(pod := f"{job['metadata']['name']}-{task['name']}-{task['replicas'] - 1}") > 63:
+            found.append(f"{pod} is longer than a label")
     return found
 
 
-def invalid(kind: str, template: Json) -> list[str]:
+def invalid(kind: str, template: Json, version: str = "v1") -> list[str]:
     """What the schema of this kind, strictly, finds wrong."""
-    whole = {"apiVersion": "v1", "kind": kind, **template}
+    whole = {**template, "apiVersion": version, "kind": kind}
     whole["metadata"] = {"name": "checked", **template.get("metadata", {})}
     try:
         kubernetes_validate.validate(whole, KUBERNETES, strict=True)
@@ -77,6 +80,8 @@ class Pod:
     restarts: int = 0
     killed: bool = False
     evicted: bool = False
+
+    labels: dict[str, str] = field(default_factory=dict[str, str])
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -122,6 +127,19 @@ class Stored:
         return self.phase == "Aborted"
 
 
+def _secrets(job: Json) -> set[str]:
+    """Those that pods of the job mount."""
+    volumes = [v for task in job["spec"]["tasks"] for v in task["template"]["spec"]["volumes"]]
+    return {v["secret"]["secretName"] for v in volumes if "secret" in v}
+
+
+def _fits(labels: dict[str, str], query: dict[str, list[str]]) -> bool:
+    """Whether an object with these labels is among those that are asked for."""
+    selector = query.get("labelSelector", [""])[0]
+    wanted = dict(term.split("=", 1) for term in selector.split(",") if term)
+    return wanted.items() <= labels.items()
+
+
 def _policy(stored: Stored, pod: Pod, event: str, code: int = 0) -> str | None:
     """The action of the first policy that fits, of the task or else of the job."""
     for policy in (*pod.task.get("policies", []), *stored.body["spec"].get("policies", [])):
@@ -131,15 +149,19 @@ def _policy(stored: Stored, pod: Pod, event: str, code: int = 0) -> str | None:
 
 
 class ApiServer:
-    """Serves on a free port of loopback; `kubeconfig` names it. `refuse`: answer every POST with this."""
+    """Serves on a free port of loopback; `kubeconfig` names it. `refuse`: answer every POST with this.
+
+    `full`: there is no room for another job, so it stays pending.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.jobs: dict[tuple[str, str], Stored] = {}
         self.secrets: dict[tuple[str, str], Json] = {}
+        self.policies: dict[tuple[str, str], Json] = {}
         self.refuse: tuple[int, str] | None = None
         self.lock = threading.RLock()
-        self.over = False
+        self.over = self.full = False
         handler = type("Handler", (_Handler,), {"api": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
@@ -168,8 +190,10 @@ class ApiServer:
 
     def run(self, namespace: str, stored: Stored) -> None:
         """The life of a job, as Volcano's controller leads it."""
-        name = stored.body["metadata"]["name"]
-        while (namespace, name) not in self.secrets:  # the kubelet waits for what it has to mount
+        needed = {(namespace, secret) for secret in _secrets(stored.body)}
+        while self.full or not needed <= {*self.secrets}:  # the kubelet waits for what it has to mount
+            if self.over or stored.aborted:
+                return
             time.sleep(0.05)
         self._start(namespace, stored)
         while not self.over and stored.phase == "Running":
@@ -239,7 +263,8 @@ class ApiServer:
                 command = [re.sub(rf"^{re.escape(path)}(?=/|$)", str(folder), word) for word in command]
         environment = {**os.environ, "VC_TASK_INDEX": str(index), "VC_HUB_HOSTS": f"{job}-hub-0.{job}"}
         environment |= {e["name"]: self._value(namespace, stored, e) for e in container["env"]}
-        return Pod(name, index, task, self.folder / f"{name}.log", command, environment)
+        labels = {**task["template"]["metadata"].get("labels", {}), "volcano.sh/job-name": job}
+        return Pod(name, index, task, self.folder / f"{name}.log", command, environment, labels=labels)
 
     def _mounted(self, namespace: str, secret: str) -> Path:
         folder = self.folder / "secrets" / secret
@@ -274,9 +299,17 @@ class _Handler(BaseHTTPRequestHandler):
         if self.api.refuse:
             return self._error(*self.api.refuse)
         if found := _SECRETS.fullmatch(urlparse(self.path).path):
-            if wrong := invalid("Secret", {k: v for k, v in body.items() if k not in ("apiVersion", "kind")}):
+            if wrong := invalid("Secret", body):
                 return self._error(422, "; ".join(wrong))
             self.api.secrets[found[1], body["metadata"]["name"]] = body
+            return self._answer(201, body)
+        if found := _POLICIES.fullmatch(urlparse(self.path).path):
+            if wrong := invalid("NetworkPolicy", body, "networking.k8s.io/v1"):
+                return self._error(422, "; ".join(wrong))
+            key = found[1], body["metadata"]["name"]
+            if key in self.api.policies:
+                return self._error(409, f'networkpolicies "{key[1]}" already exists')
+            self.api.policies[key] = body
             return self._answer(201, body)
         found = _JOBS.fullmatch(urlparse(self.path).path)
         if not found:
@@ -284,25 +317,29 @@ class _Handler(BaseHTTPRequestHandler):
         if wrong := problems(body):
             return self._error(422, "; ".join(wrong))
         body["metadata"]["uid"] = f"uid-{len(self.api.jobs)}"
+        body["metadata"]["creationTimestamp"] = f"2026-12-01T00:00:{len(self.api.jobs):02}Z"
         stored = self.api.jobs[found[1], body["metadata"]["name"]] = Stored(body)
         threading.Thread(target=self.api.run, args=(found[1], stored), daemon=True).start()
         return self._answer(201, body)
 
     def do_GET(self) -> None:
         url = urlparse(self.path)
+        query = parse_qs(url.query)
         if found := _JOBS.fullmatch(url.path):
             if not found[2]:
-                jobs = [self._job(j) for (space, _), j in self.api.jobs.items() if space == found[1]]
+                there = [j for (space, _), j in self.api.jobs.items() if space == found[1]]
+                jobs = [self._job(j) for j in there if _fits(j.body["metadata"].get("labels", {}), query)]
                 return self._answer(200, {"kind": "JobList", "items": jobs})
             stored = self.api.jobs.get((found[1], found[2]))
             return self._answer(200, self._job(stored)) if stored else self._error(404, "not found")
+        if (found := _SECRETS.fullmatch(url.path)) and found[2]:
+            secret = self.api.secrets.get((found[1], found[2]))
+            return self._answer(200, secret) if secret else self._error(404, "not found")
         found = _PODS.fullmatch(url.path)
         if not found:
             return self._error(404, "the server could not find the requested resource")
-        query = parse_qs(url.query)
         if not found[2]:
-            job = query["labelSelector"][0].removeprefix("volcano.sh/job-name=")
-            pods = self.api.jobs[found[1], job].pods
+            pods = [p for j in self.api.jobs.values() for p in j.pods if _fits(p.labels, query)]
             return self._answer(
                 200, {"kind": "PodList", "apiVersion": "v1", "items": [*map(self._view, pods)]}
             )
@@ -338,7 +375,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {
             "kind": "Pod",
             "apiVersion": "v1",
-            "metadata": {"name": pod.name},
+            "metadata": {"name": pod.name, "labels": pod.labels},
             "spec": {"nodeName": "node", "containers": [{"name": "c"}]},
             "status": {"phase": pod.phase(), "containerStatuses": [{**status, "state": state}]},
         }
