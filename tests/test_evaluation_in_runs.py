@@ -103,7 +103,7 @@ async def test_an_evaluation_is_of_one_version_while_training_goes_on(
 ) -> None:
     """Two steps take less time than the held-out prompts: sampled by the newest weights they would mix."""
     data = PromptSource(
-        path=str(tmp_path / "sums.jsonl"), eval_path=held_out(tmp_path, 24), eval_every=2, overlap="allow"
+        path=str(tmp_path / "sums.jsonl"), eval_path=held_out(tmp_path, 64), eval_every=2, overlap="allow"
     )
     judge = Function(function=noted, isolate=False)
     fields: dict[str, Any] = {
@@ -120,7 +120,7 @@ async def test_an_evaluation_is_of_one_version_while_training_goes_on(
     assert {*back} >= {0, 12}
     assert all(version % 2 == 0 for version in back)
     assert len(back) >= 3  # at least one of them during training
-    assert {len(places) for places in back.values()} == {24}
+    assert {len(places) for places in back.values()} == {64}
     assert not [e for e in events if isinstance(e, DroppedEvent) and min(e.origins) < 0]
     if by != "same":
         steps = [place for place, e in enumerate(events) if isinstance(e, Trained)]
@@ -131,7 +131,7 @@ async def test_an_evaluation_is_of_one_version_while_training_goes_on(
         assert {*rollout.versions[rollout.mask].tolist()} == {prompt.min_version}
     # That the label is true: the last version lies in the run's directory.
     last = [rollout for prompt, rollout in sampled if prompt.min_version == 12]
-    assert len(last) == 24 * 4
+    assert len(last) == 64 * 4
     model = load_model(str(tmp_path / "model"))
     for rollout in last[::8]:
         tokens = torch.tensor(rollout.tokens.tolist())

