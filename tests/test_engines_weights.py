@@ -18,6 +18,7 @@ from arriero.components.rollout_engine import EngineName, EnginePrecision, KVCac
 from arriero.components.sampling import Sampling
 from arriero.components.vllm_options import VLLMOptions
 from arriero.engine.weights import WeightError, WeightSender
+from tests.drive import Alone
 from tests.engines import (
     PROMPTS,
     config,
@@ -147,13 +148,17 @@ def test_a_generator_in_half_precision_is_close_to_the_trainer_but_not_equal(
     assert 1e-4 < max(gaps) < 0.3
 
 
-@engines
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [
+        ("transformers", "fp8"),
+        ("transformers", "int8"),
+        pytest.param("vllm", "fp8", marks=[needs_vllm, pytest.mark.timeout(300)]),  # no int8
+    ],
+)
 def test_a_generator_in_eight_bits_takes_versions_and_differs_by_what_eight_bits_lose(
     engine: EngineName, precision: EnginePrecision, tmp_path: Path
 ) -> None:
-    if (engine, precision) == ("vllm", "int8"):
-        pytest.skip("vLLM makes int8 projections of checkpoints only; check refuses it")
     # Random signs: the largest number of a row says little of it, the worst case for one scale per row.
     old, new = small_llama(scale=4.0), small_llama(scale=4.0, seed=1)
     with rig(replace(config(engine, saved(old, tmp_path)), precision=precision)) as r:
@@ -165,6 +170,15 @@ def test_a_generator_in_eight_bits_takes_versions_and_differs_by_what_eight_bits
                 for key, c in done.items()
             ])  # fmt: skip
             assert 1e-3 < gaps.mean() < (0.15 if precision == "fp8" else 0.03)
+
+
+@needs_vllm
+def test_check_refuses_int8_with_an_engine_that_makes_it_of_checkpoints_only(tmp_path: Path) -> None:
+    generator = config("vllm", saved(small_llama(), tmp_path))
+    assert list(generator.problems(Alone())) == []
+    (problem,) = replace(generator, precision="int8").problems(Alone())
+    assert problem.startswith("precision int8 with engine=vllm")
+    assert "use fp8, or engine=transformers" in problem
 
 
 @engines
