@@ -46,7 +46,7 @@ def volcano_job(made: Plan) -> dict[str, Any]:
 
 def test_a_job_with_everything_is_valid_for_kubernetes() -> None:
     pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
-    from tests.cluster.api_server import problems
+    from tests.cluster.admission import problems
 
     job = volcano_job(placed(EVERYTHING, ranks=2))
     assert problems(job) == []
@@ -66,7 +66,7 @@ def test_a_job_with_everything_is_valid_for_kubernetes() -> None:
 def test_a_replica_that_joins_is_a_valid_job_of_the_run_with_the_needs_of_its_role() -> None:
     pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     from arriero.launchers.volcano_job import opening
-    from tests.cluster.api_server import invalid, problems
+    from tests.cluster.admission import invalid, problems
 
     made = placed(replace(EVERYTHING, roles={"generator": RoleNeeds(gpus=2)}), generators=4)
     whole = next(t for t in volcano_job(made)["spec"]["tasks"] if t["name"] == "generator")

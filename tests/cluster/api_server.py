@@ -19,51 +19,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from urllib.parse import parse_qs, urlparse
 
-import kubernetes_validate
+from tests.cluster.admission import Json, invalid, problems
 
-KUBERNETES = "1.34"
 GRACE_S = 8.0
 _JOBS = re.compile(r"/apis/batch\.volcano\.sh/v1alpha1/namespaces/([^/]+)/jobs(?:/([^/]+))?(/status)?")
 _SECRETS = re.compile(r"/api/v1/namespaces/([^/]+)/secrets(?:/([^/]+))?")
 _POLICIES = re.compile(r"/apis/networking\.k8s\.io/v1/namespaces/([^/]+)/networkpolicies")
 _PODS = re.compile(r"/api/v1/namespaces/([^/]+)/pods(?:/([^/]+))?(/log)?")
-_EVENTS = {"PodEvicted", "PodFailed", "TaskCompleted"}
-_ACTIONS = {"RestartJob", "CompleteJob", "TerminateJob", "AbortJob"}
-
-Json = dict[str, Any]
-
-
-def problems(job: Json) -> list[str]:
-    """What an API server with Volcano's admission would refuse."""
-    found: list[str] = []
-    names = [task["name"] for task in job["spec"]["tasks"]]
-    if len({*names}) != len(names):
-        found.append("duplicate task names")
-    for owner in (job["spec"], *job["spec"]["tasks"]):
-        for policy in owner.get("policies", []):
-            if ("event" in policy) == ("exitCode" in policy):
-                found.append(f"a policy has an event or an exit code: {policy}")
-            if policy.get("event", "PodFailed") not in _EVENTS or policy["action"] not in _ACTIONS:
-                found.append(f"unknown policy {policy}")
-    for task in job["spec"]["tasks"]:
-        found += [f"{task['name']}: {text}" for text in invalid("Pod", task["template"])]
-        if len(pod := f"{job['metadata']['name']}-{task['name']}-{task['replicas'] - 1}") > 63:
-            found.append(f"{pod} is longer than a label")
-    return found
-
-
-def invalid(kind: str, template: Json, version: str = "v1") -> list[str]:
-    """What the schema of this kind, strictly, finds wrong."""
-    whole = {**template, "apiVersion": version, "kind": kind}
-    whole["metadata"] = {"name": "checked", **template.get("metadata", {})}
-    try:
-        kubernetes_validate.validate(whole, KUBERNETES, strict=True)
-    except kubernetes_validate.ValidationError as error:
-        return [str(error.message)]
-    return []
 
 
 @dataclass
