@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -74,14 +75,25 @@ def test_needs_of_a_role_that_is_not_there_are_refused() -> None:
 
 def test_a_role_has_letters_and_digits_for_schedulers_and_no_two_have_the_same() -> None:
     assert scheduler_name("Weight-Sync_2") == "weightsync2"
-    with pytest.raises(GraphError, match="the first one a letter"):
-        scheduler_name("2nd")
     spec = toy_graph().check()
     twice = spec.model_copy(
         update={"nodes": (spec.nodes[0].model_copy(update={"role": "re-ward"}), *spec.nodes[1:])}
     )
     with pytest.raises(GraphError, match="both called reward"):
         placed(Profile(), twice)
+
+
+@pytest.mark.parametrize("role", ["2nd", "評価", "", "a" * 41, "a" * 40 + "b"])
+def test_a_role_that_schedulers_would_refuse_has_a_hash_in_its_name(role: str) -> None:
+    name = scheduler_name(role)
+    assert re.fullmatch("[a-z][a-z0-9]{,39}", name)
+    assert name.endswith(hashlib.sha256(role.encode()).hexdigest()[:8])
+
+
+def test_a_long_name_of_a_run_is_no_fault_of_its_roles() -> None:
+    app = cluster_app(placed(Profile(), run_id=f"distilled-from-{'several-' * 20}teachers"))
+    assert [r.name for r in app.roles][:3] == ["hub", "prompts", "generator"]
+    assert len(app.name) == 20
 
 
 def test_shared_memory_is_refused_between_hosts() -> None:

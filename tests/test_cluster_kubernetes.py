@@ -87,10 +87,19 @@ def test_a_replica_that_joins_is_a_valid_job_of_the_run_with_the_needs_of_its_ro
     assert invalid("NetworkPolicy", opening("toy-1", "u"), "networking.k8s.io/v1") == []
 
 
-def test_the_name_of_a_job_that_joins_leaves_room_for_its_pod() -> None:
-    long = placed(EVERYTHING).model_copy(update={"run_id": "r" * 20 + "-" * 10 + "r" * 20})
-    name = volcano_job(guest_plan(long, "generator"))["metadata"]["name"]
-    assert len(f"{name}-generator-0") == 63  # the most of a label
+@pytest.mark.parametrize("run_id", ["r" * 20 + "-" * 10 + "r" * 200, "2nd_run", "評価"])
+def test_names_are_ones_of_services_and_leave_room_for_those_of_pods(run_id: str) -> None:
+    pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    from tests.cluster.admission import problems
+
+    made = placed(EVERYTHING, run_id=run_id, generators=1000)
+    job, guest = volcano_job(made), volcano_job(guest_plan(made, "generator"))
+    name = job["metadata"]["name"]
+    for each in (job, guest):
+        assert problems(each) == []
+        assert each["metadata"]["labels"]["arriero/run"] == name
+        # Volcano makes a service of the job's name, for which RFC 1035 holds.
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", each["metadata"]["name"])
 
 
 def test_the_plain_jobs_of_the_documentation_are_valid_with_the_templates_of_a_run() -> None:

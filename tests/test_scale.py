@@ -312,6 +312,16 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("handle", ["slurm://12", "kubernetes://rl:toy"])
+def test_how_long_who_leaves_may_take_is_refused_where_a_scheduler_says_it(
+    handle: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scale", handle, "generator=2", "--within", "90"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("arriero: error: --within 90: ")
+    assert said.endswith("leave --within out\n")
+
+
 def test_a_deterministic_run_and_one_in_one_process_keep_their_replicas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

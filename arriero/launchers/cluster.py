@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -25,7 +26,8 @@ from arriero.schemas.messages import Message
 PLAN = "arriero"  # the plan in the metadata of a TorchX app
 JOB_FILE, PLAN_FILE, GUESTS_FILE = "job.json", "plan.json", "guests.json"
 BUNDLE_MOUNT = "/arriero"  # where pods find the code and the description of the run
-_NAME_CHARS = 40  # a pod's name, of at most 63, holds that of the job too
+_NAME_CHARS, _HASH_CHARS = 40, 8
+_POD_CHARS = 63  # of its name, which holds those of the run and of the role
 
 
 class Place(Message):
@@ -49,7 +51,7 @@ class Place(Message):
 
 
 class Plan(Message):
-    """All that a scheduler must know of a run; `places` begin with the hub.
+    """All that a scheduler must know of a run, which it calls `name`; `places` begin with the hub.
 
     `code`: digest of what is shipped; `start`: the program that checks and unpacks it, as the nodes see it.
     `description`: the folder here that the run is described in. `joins`: the plan is that of one more replica
@@ -57,6 +59,7 @@ class Plan(Message):
     """
 
     run_id: str
+    name: str
     run_dir: str
     description: str
     start: str
@@ -143,20 +146,33 @@ def plan(
             "on Kubernetes a run needs an image with Python and torch: image = ... in the profile"
         )
     return Plan(
-        run_id=run_id, run_dir=run_dir, description=str(description), start=f"{folder}/start.py", code=code,
-        profile=profile, places=tuple(places),
+        run_id=run_id, name=_run_name(run_id, places), run_dir=run_dir, description=str(description),
+        start=f"{folder}/start.py", code=code, profile=profile, places=tuple(places),
     )  # fmt: skip
 
 
-def scheduler_name(role: str) -> str:
-    """The role's name in letters and digits alone, which every scheduler accepts. Raises GraphError."""
-    name = re.sub(r"[^a-z0-9]", "", role.lower())
-    if not name or name[0].isdigit() or len(name) > _NAME_CHARS:
-        raise GraphError(
-            f"role {role}: schedulers need a name of at most {_NAME_CHARS} letters and digits, "
-            "the first one a letter; rename it"
-        )
-    return name
+def scheduler_name(role: str, chars: int = _NAME_CHARS) -> str:
+    """The role's name in at most `chars` letters and digits, the first a letter: every scheduler accepts it.
+
+    One that is too long, or doesn't begin with a letter, is told from others by a hash at its end.
+    """
+    plain = re.sub(r"[^a-z0-9]", "", role.lower())
+    if plain[:1].isalpha():
+        return plain if len(plain) <= chars else _hashed(plain, role, chars)
+    return _hashed(f"r{plain}", role, chars)
+
+
+def _run_name(run_id: str, places: Sequence[Place]) -> str:
+    """The run's as a DNS label that begins with a letter, with room for the rest of its pods' names."""
+    plain = re.sub(r"[^a-z0-9]", "-", run_id.lower()).strip("-")
+    name = plain if plain[:1].isalpha() else f"r{plain}"
+    chars = _POD_CHARS - max(len(f"-{p.name}-{p.tasks - 1}") for p in places)
+    return name if len(name) <= chars else _hashed(name, run_id, chars)
+
+
+def _hashed(name: str, whole: str, chars: int) -> str:
+    """The beginning of `name`, and a hash of what it stands for."""
+    return name[: chars - _HASH_CHARS] + sha256(whole.encode()).hexdigest()[:_HASH_CHARS]
 
 
 def command(plan: Plan, place: Place, replica: str) -> list[str]:
@@ -195,7 +211,7 @@ def cluster_app(plan: Plan) -> AppDef:
         for place in plan.places
         for words in [[*start_words(plan), *command(plan, place, macros.replica_id)]]
     ]
-    return AppDef(name=scheduler_name(plan.run_id)[:20], roles=roles, metadata={PLAN: plan.model_dump_json()})
+    return AppDef(name=scheduler_name(plan.run_id, 20), roles=roles, metadata={PLAN: plan.model_dump_json()})
 
 
 def _place(role: str, name: str, profile: Profile, needs: RoleNeeds, nodes: tuple[NodeSpec, ...]) -> Place:

@@ -25,10 +25,12 @@ usage: arriero scale RUN ROLE=N [ROLE=N ...] [--within SECONDS]
 
 So many replicas of a role from now on, as in `arriero scale RUN generator=6 reward=3`. Who joins begins with
 the newest weights. Who leaves takes nothing more and answers what it has; after SECONDS (60) it is killed,
-and what it held goes to another."""
+and what it held goes to another. On Slurm and Kubernetes the scheduler says how long that may take."""
 
 _ANSWER_S = 60.0  # a busy conductor; it looks ten times a second
 _LOOK_S = 0.02
+_WITHIN_S = 60.0
+_GRACE = {"slurm": "KillWait of slurm.conf, 30 s by default", "kubernetes": "60 s"}
 
 
 def scale(args: Sequence[str], show: Callable[[str], int]) -> int:
@@ -38,12 +40,19 @@ def scale(args: Sequence[str], show: Callable[[str], int]) -> int:
     name, wanted, within_s = _read(args)
     job = jobs.find(name)
     if job.on != "local":
+        if within_s is not None:
+            raise UserError(
+                f"--within {within_s:g}: the jobs of replicas that leave end when {job.on} says so "
+                f"({_GRACE[job.on]}); leave --within out"
+            )
         return show("\n".join(_by_jobs(name, job, wanted)))
     run = RunDir(Path(job.run_dir))
     _check(run.read_graph(), run.read_options(), wanted)
     if jobs.local_process(job) is None:
         raise UserError(f"{name} doesn't run any more; arriero run --resume goes on with it")
-    request = ScaleRequest(id=uuid.uuid4().hex, replicas=wanted, within_s=within_s)
+    request = ScaleRequest(
+        id=uuid.uuid4().hex, replicas=wanted, within_s=_WITHIN_S if within_s is None else within_s
+    )
     answer = ask(run, request, going=lambda: jobs.local_process(job) is not None)
     if answer.error:
         raise UserError(answer.error)
@@ -104,9 +113,9 @@ def _by_jobs(name: str, job: Job, wanted: dict[str, int]) -> list[str]:
     return told
 
 
-def _read(args: Sequence[str]) -> tuple[str, dict[str, int], float]:
-    """The run, replicas by role, and how long those that leave may take."""
-    names, wanted, within_s = list[str](), dict[str, int](), 60.0
+def _read(args: Sequence[str]) -> tuple[str, dict[str, int], float | None]:
+    """The run, replicas by role, and how long those that leave may take, if that is said."""
+    names, wanted, within_s = list[str](), dict[str, int](), None
     rest: Iterator[str] = iter(args)
     for word in rest:
         key, equals, value = word.partition("=")

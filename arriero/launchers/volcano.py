@@ -28,7 +28,6 @@ from arriero.launchers.volcano_job import (
     RUN,
     VERSION,
     VolcanoRequest,
-    job_name,
     opening,
     owner,
     request,
@@ -79,7 +78,7 @@ class ArrieroVolcano(KubernetesScheduler):
 
     def _join(self, made: VolcanoRequest) -> str:
         """Submit one more replica; its handle."""
-        run, custom = job_name(made.plan), self._custom()
+        run, custom = made.plan.name, self._custom()
         with told():
             uid = custom.get_namespaced_custom_object(name=run, **_jobs(made.namespace))["metadata"]["uid"]
             try:

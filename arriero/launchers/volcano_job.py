@@ -98,7 +98,7 @@ def opening(name: str, uid: str) -> dict[str, Any]:
 
 def request(app: AppDef, plan: Plan) -> VolcanoRequest:
     """The job for `app`, which was made of `plan`. Raises UserError for what Kubernetes can't take."""
-    needs, name = plan.profile.kubernetes, job_name(plan)
+    needs, name = plan.profile.kubernetes, plan.name
     tasks = [_task(role, place, plan, name) for role, place in zip(app.roles, plan.places, strict=True)]
     spec: dict[str, Any] = {
         "schedulerName": "volcano",
@@ -117,17 +117,6 @@ def request(app: AppDef, plan: Plan) -> VolcanoRequest:
         metadata |= {"name": _guest_name(name, place), "annotations": {ROLE: place.role}}
     job = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Job", "metadata": metadata, "spec": spec}
     return VolcanoRequest(needs.namespace, job, plan)
-
-
-def job_name(plan: Plan) -> str:
-    """A DNS label. Raises UserError where a pod's name would be too long."""
-    name = "".join(c if c.isalnum() and c.isascii() else "-" for c in plan.run_id.lower()).strip("-")
-    longest = max((f"{name}-{p.name}-{p.tasks - 1}" for p in plan.places), key=len)
-    if len(longest) > _NAME_CHARS:
-        raise UserError(
-            f"a pod would be called {longest}; {_NAME_CHARS} letters are allowed: rename the role"
-        )
-    return name
 
 
 def _guest_name(run: str, place: Place) -> str:

@@ -14,11 +14,17 @@ from tests.toys import toy_graph
 
 
 def placed(
-    profile: Profile, spec: GraphSpec | None = None, *, generators: int = 1, ranks: int = 1, groups: int = 4
+    profile: Profile,
+    spec: GraphSpec | None = None,
+    *,
+    run_id: str = "toy-1",
+    generators: int = 1,
+    ranks: int = 1,
+    groups: int = 4,
 ) -> Plan:
     return plan(
         spec or toy_graph(generators=generators, ranks=ranks, groups=groups).check(), profile,
-        run_id="toy-1", run_dir="/shared/toy-1", description=Path("/shared/toy-1"), code="c0de",
+        run_id=run_id, run_dir="/shared/toy-1", description=Path("/shared/toy-1"), code="c0de",
     )  # fmt: skip
 
 
