@@ -87,9 +87,23 @@ def recorded(pipeline: str, path: Path, *words: str) -> RunDir:
     """Three recorded steps on four groups of four responses, begun by the command; and their model."""
     path.mkdir(exist_ok=True)
     policy_gradient_fields(path)
+    rewarded = ["--reward", "function", "--reward.function", "tests.inline_runs:share_of_threes"]
+    return _recorded(pipeline, path, *rewarded, "--reward.isolate", "false", *words)
+
+
+def recorded_episodes(path: Path, *words: str) -> RunDir:
+    """Three recorded steps of ArCHer on four groups of four episodes, of up to three answers each."""
+    path.mkdir(exist_ok=True)
+    policy_gradient_fields(path)
+    reward = "--environment.reward"
+    played = ["--environment.kind", "question", "--environment.attempts", "3", f"{reward}.kind", "function"]
+    played += [f"{reward}.function", "tests.inline_runs:share_of_threes", f"{reward}.isolate", "false"]
+    return _recorded("archer", path, *played, *words)
+
+
+def _recorded(pipeline: str, path: Path, *words: str) -> RunDir:
     command = ["run", pipeline, "--model", str(path / "tiny"), "--data", str(path / "sums.jsonl")]
-    command += ["--reward", "function", "--reward.function", "tests.inline_runs:share_of_threes"]
-    command += ["--reward.isolate", "false", "--sampling.max-new-tokens", "5", "--steps", "3"]
+    command += ["--sampling.max-new-tokens", "5", "--steps", "3"]
     command += ["--groups-per-step", "4", "--samples", "4", "--slots", "16", "--run-dir", str(path / "run")]
     assert main([*command, "--inline", "--quiet", "--wait-bound-s", "60", *words]) == 0
     return RunDir(path / "run")

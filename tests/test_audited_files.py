@@ -33,8 +33,8 @@ from arriero.schemas.lineage import (
 from arriero.schemas.manifest import CodeRevision, ContentHashes
 from arriero.schemas.messages import Outcome
 from tests.inline_runs import recorded_grpo
+from tests.lineage_forging import rechained
 from tests.lineage_runs import recorded_run
-from tests.test_lineage_audit import rechained
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from arriero.schemas.ledger import Admitted
 from arriero.schemas.lineage import BatchEntry, Entry, GroupEntry, Noted
 from arriero.schemas.messages import ScoredGroup
 from tests.inline_runs import recorded, recorded_grpo
+from tests.lineage_forging import rechained
 from tests.lineage_runs import overwrite
-from tests.test_lineage_audit import rechained
 
 
 @pytest.fixture(scope="module")

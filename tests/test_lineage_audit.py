@@ -6,24 +6,20 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from arriero.engine.lineage.chain import GENESIS, lines, link
-from arriero.engine.lineage.content import arrays_sha256, columns
+from arriero.engine.lineage.content import columns
 from arriero.engine.lineage.reader import Lineage
 from arriero.launchers.audit import audited
 from arriero.launchers.cli import main
-from arriero.launchers.rundir import RunDir, write_json
+from arriero.launchers.rundir import RunDir
 from arriero.schemas.ledger import Admitted, Restarted, Trained
-from arriero.schemas.lineage import Anchor, BatchEntry, Entry, GroupEntry, Noted, RunEntry, WeightsEntry
+from arriero.schemas.lineage import BatchEntry, Entry, GroupEntry, Noted, RunEntry, WeightsEntry
 from arriero.schemas.messages import Outcome, ScoredGroup
+from tests.lineage_forging import Array, Entries, hashes, rechained, with_arrays
 from tests.lineage_runs import overwrite, recorded_run
-
-Entries = list[Entry]
-Array = np.ndarray[Any, Any]
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +32,6 @@ def run(honest: RunDir, tmp_path: Path) -> RunDir:
     """A copy, to be forged."""
     shutil.copytree(honest.path, tmp_path / "run")
     return RunDir(tmp_path / "run")
-
-
-def rechained(run: RunDir, change: Callable[[Entries], Entries]) -> None:
-    """Change entries and hash everything anew: chain, summary and ledger.jsonl, as a patient forger would."""
-    entries = change([line.entry for line in lines(str(run.lineage))])
-    head, written = GENESIS, list[bytes]()
-    for entry in entries:
-        body = entry.model_dump_json().encode()
-        head = link(head, body)
-        written.append(body[:-1] + b',"hash":"' + head.encode() + b'"}\n')
-    (segment,) = (run.lineage / "chain").iterdir()
-    segment.write_bytes(b"".join(written))
-    anchor = Anchor(entries=len(entries), head=head)
-    write_json(run.summary, run.read_summary().model_copy(update={"lineage": anchor}))
-    events = [e.event.model_dump_json() + "\n" for e in entries if isinstance(e, Noted)]
-    run.ledger.write_text("".join(events))
 
 
 def found(run: RunDir) -> set[str]:
@@ -229,36 +209,11 @@ def test_a_changed_array_is_found(run: RunDir, name: str) -> None:
     assert "content" in found(run)
 
 
-def hashes(record: Lineage, entry: GroupEntry, arrays: dict[str, Array]) -> dict[str, str]:
-    salt = record.text(entry.text)[:16]
-    return {
-        "shape_sha256": arrays_sha256({k: arrays[k] for k in ("mask", "versions")}),
-        "tokens_sha256": arrays_sha256({k: arrays[k] for k in ("tokens", "logprobs")}, salt),
-    }
-
-
-def _with_arrays(run: RunDir, number: int, name: str, change: Callable[[Array], None]) -> None:
-    """Change an array of a training group and all hashes of it."""
-    record = Lineage(str(run.lineage))
-    key, group = [(k, g) for k, g in record.groups.items() if g.prompt.split == "train"][number]
-    arrays = {k: v.copy() for k, v in record.arrays(group).items()}
-    change(arrays[name])
-    overwrite(str(run.lineage), "rollouts", group.arrays, arrays)
-
-    def rehash(entries: Entries) -> Entries:
-        for k, e in enumerate(entries):
-            if isinstance(e, GroupEntry) and e.scores and e.scores.id == key:
-                entries[k] = e.model_copy(update=hashes(record, e, arrays))
-        return entries
-
-    rechained(run, rehash)
-
-
 def test_a_log_probability_changed_with_its_hash_contradicts_its_batch(run: RunDir) -> None:
     def change(values: Array) -> None:
         values[1] = -0.25
 
-    _with_arrays(run, 0, "logprobs", change)
+    with_arrays(run, 0, "logprobs", change)
     assert "steps" in found(run)
 
 
@@ -266,7 +221,7 @@ def test_a_log_probability_above_zero_is_found(run: RunDir) -> None:
     def change(values: Array) -> None:
         values[1] = 0.25
 
-    _with_arrays(run, 0, "logprobs", change)
+    with_arrays(run, 0, "logprobs", change)
     assert "content" in found(run)
 
 
@@ -274,7 +229,7 @@ def test_a_missing_log_probability_is_found(run: RunDir) -> None:
     def change(values: Array) -> None:
         values[1] = np.nan
 
-    _with_arrays(run, 0, "logprobs", change)
+    with_arrays(run, 0, "logprobs", change)
     assert "content" in found(run)
 
 
@@ -282,7 +237,7 @@ def test_a_token_of_a_later_version_is_found(run: RunDir) -> None:
     def change(values: Array) -> None:
         values[values >= 0] += 3
 
-    _with_arrays(run, 0, "versions", change)
+    with_arrays(run, 0, "versions", change)
     assert {"tokens", "content"} <= found(run)
 
 
@@ -290,7 +245,7 @@ def test_a_staleness_above_the_bound_is_found(run: RunDir) -> None:
     def change(values: Array) -> None:
         values[values >= 0] = 0
 
-    _with_arrays(run, 15, "versions", change)
+    with_arrays(run, 15, "versions", change)
     assert "tokens" in found(run)
 
 

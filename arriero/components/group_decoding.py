@@ -14,7 +14,7 @@ import numpy as np
 
 from arriero.components.chat import Chat
 from arriero.components.packing import check_vocabulary
-from arriero.components.policy import load_tokenizer
+from arriero.components.policy import load_tokenizer, said
 from arriero.components.rollout_engine import Completion, Request, open_engine
 from arriero.engine.errors import UserError
 from arriero.engine.runtime.context import Context
@@ -264,7 +264,7 @@ class GroupDecoding:
         logprobs = np.full(total, np.nan, np.float32)
         tokens[:head], tokens[head:] = group.token_ids, response.tokens
         logprobs[head:], versions[head:] = response.logprobs, response.versions
-        text = str(self.tokenizer.decode(response.tokens, skip_special_tokens=True))
+        text = said(self.tokenizer, response.tokens.tolist())
         return Rollout(
             tokens=tokens,
             mask=mask,

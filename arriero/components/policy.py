@@ -68,6 +68,12 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
         )
 
 
+def said(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """What sampled tokens say: the `text` of a rollout, and what an environment hears of a turn."""
+    untyped: Any = tokenizer  # `decode` is annotated in part
+    return str(untyped.decode(ids, skip_special_tokens=True))
+
+
 def check_directory(path: Path | str) -> Path:
     """The directory; UserError, naming it and what it lacks, if it isn't a model directory."""
     for problem in check_model_directory(str(path)):

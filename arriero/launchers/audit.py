@@ -30,12 +30,14 @@ from arriero.launchers.audited_files import (
 )
 from arriero.launchers.audited_health import found_again
 from arriero.launchers.audited_sampling import sampled
+from arriero.launchers.audited_texts import texts
 from arriero.launchers.inheritance import inherited
 from arriero.launchers.lineage import opened
 from arriero.launchers.recomputing import recomputed
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.ledger import Resumed, Unhealthy
+from arriero.schemas.manifest import RunManifest
 
 USAGE = """\
 usage: arriero audit RUN [--head HASH] [--rescore] [--json]
@@ -118,27 +120,36 @@ def audited(place: str, *, head: str = "", rescore: bool = False) -> Report:
     if spec is not None:
         report.findings += on_edges(record, spec)
         report.done["edges"] = f"{len(record.groups)} groups, {len(record.batches)} batches"
-        report.findings += sampled(record, spec, readable(run.read_manifest))
+        report.findings += sampled(record, spec, manifest)
         report.done["sampling"] = f"{len(record.groups)} groups"
-        _compute(report, record, spec, rescore=rescore)
+        _compute(report, record, spec, manifest, rescore=rescore)
     return report
 
 
-def _compute(report: Report, record: Lineage, spec: GraphSpec, *, rescore: bool) -> None:
-    """Rewards and advantages, if the components of the graph are still there."""
+def _compute(
+    report: Report, record: Lineage, spec: GraphSpec, manifest: RunManifest | None, *, rescore: bool
+) -> None:
+    """Health, texts, rewards and advantages, if the components of the graph are still there."""
     try:
         graph = Graph.from_spec(spec)
     except (GraphError, UserError) as error:
-        report.left.append(f"rewards, advantages and health: {error}")
+        report.left.append(f"texts, rewards, advantages and health: {error}")
         return
     if any(isinstance(e, Resumed) and e.changed for e in record.events):
-        report.left.append("health: the run went on with something changed, perhaps its gates")
+        report.left.append(
+            "health and texts: the run went on with something changed, perhaps its gates or model"
+        )
     else:
         history = [*record.history]
         noted = record.opened is not None and record.opened.health
         report.findings += found_again(history, spec, graph, noted=noted)
         report.done["health"] = f"{sum(isinstance(e, Unhealthy) for e in history)} findings of gates"
-    for name, told, findings, left in asyncio.run(recomputed(record, spec, graph, rescore=rescore)):
+        read = texts(record, spec, graph, manifest)
+        report.findings += read.findings
+        report.left += read.left
+        if read.count:
+            report.done["texts"] = f"{read.count} rollouts read again"
+    for name, told, findings, left in asyncio.run(recomputed(record, spec, graph, manifest, rescore=rescore)):
         report.findings += findings
         if name.startswith("rewards of"):
             report.steps += _steps_of(record, {f.where for f in findings})

@@ -17,7 +17,7 @@ def on_edges(record: Lineage, spec: GraphSpec) -> Iterator[Finding]:
     """Groups, batches and versions that the graph has no edge for, or that came by none of them."""
     outputs = {node.name: _kind(node.output) for node in spec.nodes}
     loops = {loop.name for loop in spec.loops}
-    above = {name: _above(spec, name) for name in outputs}
+    above = {name: spec.above(name) for name in outputs}
     for name, g in record.groups.items():
         due = "ScoredGroup" if g.scores else "RolloutGroup"
         if outputs.get(g.edge) != due:
@@ -45,15 +45,3 @@ def _kind(output: str) -> str:
         made = resolve(output)
         return next((k.__name__ for k in (RolloutGroup, ScoredGroup, Batch) if issubclass(made, k)), "")
     return output.rpartition(":")[2]
-
-
-def _above(spec: GraphSpec, name: str) -> set[str]:
-    """All nodes that a node gets something from, directly or not, but for loops."""
-    found: set[str] = set()
-    left = [name]
-    while left:
-        for i in spec.node(left.pop()).inputs:
-            if not i.loop and i.source not in found:
-                found.add(i.source)
-                left.append(i.source)
-    return found

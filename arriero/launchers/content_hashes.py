@@ -6,14 +6,20 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arriero.components.chat import ChatFormat
 from arriero.components.environments import Environment
+from arriero.components.policy import load_tokenizer
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import RolloutReward, reward_version
+from arriero.engine.errors import UserError
 from arriero.engine.graph import Graph
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.manifest import ContentHashes
+from arriero.schemas.manifest import ContentHashes, RunManifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # All that transformers reads a tokenizer from, of whatever kind; the chat template has a hash of its own.
 TOKENIZER_FILES = (
@@ -50,6 +56,17 @@ def tokenizer_sha256(model: Path) -> str:
     for file in found:
         digest.update(f"{file.name}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest() if found else ""
+
+
+def tokenizer_of_run(model: str, place: str, manifest: RunManifest | None) -> PreTrainedTokenizerBase:
+    """The tokenizer that the component at `place` had. UserError if `model` doesn't hold it any more."""
+    known = manifest.content.tokenizers.get(place, "") if manifest is not None else ""
+    if not known:
+        raise UserError("the manifest names no tokenizer")
+    if (here := tokenizer_sha256(Path(model))) != known:
+        what = f"is another than the run's ({here[:12]}, not {known[:12]})" if here else "is gone"
+        raise UserError(f"the tokenizer in {model} {what}")
+    return load_tokenizer(model)
 
 
 def _parts(place: str, part: object) -> Iterator[tuple[str, object]]:

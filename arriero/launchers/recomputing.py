@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
 from arriero.components.advantage import GroupAdvantage
+from arriero.components.environments import Question
+from arriero.components.environments.episodes import Episodes
 from arriero.components.overlong import OverlongPenalty
 from arriero.components.rewards import LlmJudge, RewardModel, RolloutReward, WeightedSum, reward_version
 from arriero.components.verifiers.reward import Scorer
@@ -17,8 +19,10 @@ from arriero.engine.graph import Graph
 from arriero.engine.lineage.findings import Finding
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.stream import Stream
+from arriero.launchers.played_again import Replayer
 from arriero.schemas.graph import GraphSpec, NodeSpec
-from arriero.schemas.messages import Batch, Dropped, Outcome, Record, ScoredGroup
+from arriero.schemas.manifest import RunManifest
+from arriero.schemas.messages import Batch, Dropped, Outcome, Record, Score, ScoredGroup
 
 Result = tuple[str, str, list[Finding], list[str]]  # check, what it went through, findings, what was left out
 
@@ -26,7 +30,7 @@ _VERDICTS = (Outcome.OK, Outcome.WRONG)
 
 
 async def recomputed(
-    record: Lineage, spec: GraphSpec, graph: Graph, *, rescore: bool = False
+    record: Lineage, spec: GraphSpec, graph: Graph, manifest: RunManifest | None, *, rescore: bool = False
 ) -> list[Result]:
     """One result per node that makes scored groups or batches.
 
@@ -37,7 +41,7 @@ async def recomputed(
         component: object = graph.nodes[node.name].component
         if node.output.endswith(":ScoredGroup") and node.inputs:
             try:
-                found.append(await _rewards(record, graph, node, rescore=rescore))
+                found.append(await _rewards(record, graph, node, manifest, rescore=rescore))
             except UserError as error:  # its code is gone, say
                 name = f"rewards of {node.name}"
                 found.append((name, "", [], [f"{name}: {one_line(error)}"]))
@@ -55,15 +59,17 @@ class _Compared:
     findings: list[Finding] = field(default_factory=list[Finding])
 
 
-async def _rewards(record: Lineage, graph: Graph, node: NodeSpec, *, rescore: bool) -> Result:
+async def _rewards(
+    record: Lineage, graph: Graph, node: NodeSpec, manifest: RunManifest | None, *, rescore: bool
+) -> Result:
     name = f"rewards of {node.name}"
-    component, penalties = _behind(graph, node)
+    scoring, penalties = _behind(graph, node)
+    component: object = graph.nodes[scoring].component
     if why := _not_again(component):
         return name, "", [], [f"{name}: {why}"]
-    reward = cast("RolloutReward", component)
-    version = reward_version(reward)
+    version = reward_version(component.environment if isinstance(component, Episodes) else component)
     found, gone, others = _Compared(), 0, list[str]()
-    async with reward.opened() as scorer:
+    async with _opened(scoring, component, manifest) as scorer:
         for key, entry in record.groups.items():
             if entry.edge != node.name or entry.scores is None:
                 continue
@@ -84,11 +90,22 @@ async def _rewards(record: Lineage, graph: Graph, node: NodeSpec, *, rescore: bo
     return name, f"{found.count} computed again" if found.count else "", found.findings, left
 
 
-def _behind(graph: Graph, node: NodeSpec) -> tuple[object, list[OverlongPenalty]]:
-    """What scores the groups of `node`, and what is taken off their scores after it, in this order."""
+@asynccontextmanager
+async def _opened(name: str, component: object, manifest: RunManifest | None) -> AsyncGenerator[Scorer]:
+    """What scores again as the node `name` did. Raises UserError if it can't."""
+    if isinstance(component, Episodes):
+        with component.environment.opened() as environment:
+            yield Replayer(name, component, environment, manifest)
+        return
+    async with cast("RolloutReward", component).opened() as scorer:
+        yield scorer
+
+
+def _behind(graph: Graph, node: NodeSpec) -> tuple[str, list[OverlongPenalty]]:
+    """The node that scores the groups of `node`, and what is taken off their scores after it, in order."""
     component: object = graph.nodes[node.name].component
     if not isinstance(component, OverlongPenalty):
-        return component, []
+        return node.name, []
     (source,) = (i.source for i in node.inputs)
     reward, before = _behind(graph, graph.spec().node(source))
     return reward, [*before, component]
@@ -117,10 +134,18 @@ async def _again(
             found.failed.append(f"{now.outcome}: {' '.join(now.detail.split()):.200}")
             continue
         found.count += 1
-        if (now.value, now.outcome, now.raw) != (score.value, score.outcome, score.raw):
-            told = f"reward {score.value} ({score.outcome})"
-            what = f"{told}, computed again {now.value} ({now.outcome})"
+        if _worth(now) != _worth(score):
+            told = f"reward {score.value} ({score.outcome}{_turns(score)})"
+            what = f"{told}, computed again {now.value} ({now.outcome}{_turns(now)})"
             found.findings.append(Finding(check=name, where=where, what=what))
+
+
+def _worth(score: Score) -> tuple[object, ...]:
+    return score.value, score.outcome, score.raw, score.turns
+
+
+def _turns(score: Score) -> str:
+    return f", by turns {', '.join(map(str, score.turns))}" if score.turns else ""
 
 
 def _scored(record: Lineage, name: str) -> ScoredGroup | None:
@@ -134,7 +159,10 @@ def _scored(record: Lineage, name: str) -> ScoredGroup | None:
 
 def _not_again(component: object) -> str:
     """Why a reward can't be computed again; empty if it can."""
-    if not isinstance(component, RolloutReward):
+    if isinstance(component, Episodes):  # of which equal arguments give equal ones, by their contract
+        environment = component.environment
+        component = environment.reward if isinstance(environment, Question) else None
+    elif not isinstance(component, RolloutReward):
         return f"{type(component).__name__} isn't one of arriero's rewards"
     parts = [t.reward for t in component.terms] if isinstance(component, WeightedSum) else [component]
     asking = [p for p in parts if isinstance(p, LlmJudge | RewardModel)]

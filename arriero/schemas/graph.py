@@ -87,6 +87,17 @@ class GraphSpec(Message):
         """The node called `name`; StopIteration if there is none."""
         return next(n for n in self.nodes if n.name == name)
 
+    def above(self, name: str) -> frozenset[str]:
+        """All nodes that a node gets something from, directly or not, but for loops."""
+        found: set[str] = set()
+        left = [name]
+        while left:
+            for i in self.node(left.pop()).inputs:
+                if not i.loop and i.source not in found:
+                    found.add(i.source)
+                    left.append(i.source)
+        return frozenset(found)
+
     def consumers(self, name: str) -> tuple[tuple[NodeSpec, InputSpec], ...]:
         """The ports that read the output of node `name` over an edge (not through a loop), in graph order."""
         return tuple((n, i) for n in self.nodes for i in n.inputs if i.source == name and not i.loop)

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from arriero.components.verifiers.reward import RolloutReward
 from arriero.engine.errors import UserError
-from arriero.schemas.messages import Prompt, Said
+from arriero.schemas.messages import Outcome, Prompt, Said, Score
 
 
 class Unscorable(UserError):
@@ -36,6 +36,13 @@ class Turn:
     reward: float = 0.0
     done: bool = False
     right: bool | None = None
+
+
+def verdict(rewards: Sequence[float], right: bool | None) -> Score:
+    """What an episode is worth: the sum of the rewards of its turns; `right` as its last turn said it."""
+    total = float(sum(rewards))
+    ok = total > 0 if right is None else right
+    return Score(value=total, outcome=Outcome.OK if ok else Outcome.WRONG, turns=tuple(rewards))
 
 
 class Episode(ABC):

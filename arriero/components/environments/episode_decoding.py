@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 from arriero.components.chat import Chat, ChatMessage, opening
 from arriero.components.environments.calls import Answer, Calls
 from arriero.components.environments.conversation import Conversation, Finish
-from arriero.components.environments.environment import Episode, Turn, Unscorable
+from arriero.components.environments.environment import Episode, Turn, Unscorable, verdict
 from arriero.components.environments.tools import Toolbox
 from arriero.components.group_decoding import published, request_seed
 from arriero.components.packing import check_vocabulary
-from arriero.components.policy import load_tokenizer
+from arriero.components.policy import load_tokenizer, said
 from arriero.components.rollout_engine import Completion, Request, open_engine
 from arriero.components.verifiers.quarantine import Quarantine
 from arriero.components.verifiers.version import reward_version
@@ -251,7 +251,7 @@ class EpisodeDecoding:
             return
         one.talk.said(completion)
         one.cut = completion.finish == "length"
-        text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        text = said(self.tokenizer, completion.token_ids.tolist())
         self._calls.submit(one.key, partial(self._answered, one.episode, text))
 
     def _begun(self, prompt: Prompt, seed: int) -> _Heard:
@@ -295,9 +295,7 @@ class EpisodeDecoding:
         self._ready = [r for r in self._ready if r.key != one.key]
         del self._open[one.key]
         if score is None:
-            total = float(sum(one.rewards))
-            ok = total > 0 if right is None else right
-            score = Score(value=total, outcome=Outcome.OK if ok else Outcome.WRONG, turns=tuple(one.rewards))
+            score = verdict(one.rewards, right)
         one.score, one.finish = score, "length" if one.cut else "stop"
         if one.episode is not None and not hanging:
             closing = f"{one.key} closes"
@@ -334,7 +332,7 @@ class EpisodeDecoding:
 
     def _rollout(self, one: _Open) -> Rollout:
         talk = one.talk or Conversation(self._chat.prompt(one.prompt))
-        text = str(self.tokenizer.decode(talk.token_ids[talk.num_opening :], skip_special_tokens=True))
+        text = said(self.tokenizer, talk.token_ids[talk.num_opening :])
         temperature = self._config.sampling.temperature
         return talk.rollout(text=text, finish=one.finish, temperature=temperature, seed=one.seed)
 
