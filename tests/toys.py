@@ -126,10 +126,14 @@ def _batch(held: Sequence[ScoredGroup]) -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class ToyTrainer:
-    """`steps` versions, one per batch, each made in `seconds`; commits `fault` before version `fault_at`."""
+    """`steps` versions, one per batch, each made in `seconds`; commits `fault` before version `fault_at`.
+
+    With a file `until`, the version that is made when it appears is the last one.
+    """
 
     steps: PositiveInt = 5
     seconds: NonNegativeFloat = 0.0
+    until: str = ""
     fault: Fault = ""
     fault_at: PositiveInt = 2
     computes: ClassVar[bool] = True
@@ -144,12 +148,15 @@ class ToyTrainer:
         made = current().made
         version = made[-1].version if made else 0
         yield Weights(version=version)
-        while version < self.steps and await batches.next() is not None:
+        while version < self.steps and not self._told() and await batches.next() is not None:
             version += 1
             if version == self.fault_at:
                 _commit(self.fault)
             await asyncio.sleep(self.seconds)
             yield Weights(version=version, metrics={"loss": 1.0 / version, "grad_norm": 0.5})
+
+    def _told(self) -> bool:
+        return self.until != "" and Path(self.until).exists()
 
 
 def toy_graph(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from arriero.components.chat import ChatFormat
 from arriero.components.environments import Environment
-from arriero.components.policy import load_tokenizer
 from arriero.components.prompts import PromptSource
 from arriero.components.rewards import RolloutReward, reward_version
 from arriero.engine.errors import UserError
@@ -60,6 +59,8 @@ def tokenizer_sha256(model: Path) -> str:
 
 def tokenizer_of_run(model: str, place: str, manifest: RunManifest | None) -> PreTrainedTokenizerBase:
     """The tokenizer that the component at `place` had. UserError if `model` doesn't hold it any more."""
+    from arriero.components.policy import load_tokenizer  # with torch, which a command line does without
+
     known = manifest.content.tokenizers.get(place, "") if manifest is not None else ""
     if not known:
         raise UserError("the manifest names no tokenizer")

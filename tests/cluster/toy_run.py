@@ -11,6 +11,7 @@ from tests.toys import Fault, ToyGenerator, ToyTrainer, toy_graph
 class ToyConfig:
     steps: PositiveInt = 3
     seconds: NonNegativeFloat = 0.05
+    until: str = ""
     generators: PositiveInt = 2
     generator_s: NonNegativeFloat = 0.0
     ranks: PositiveInt = 1
@@ -25,7 +26,7 @@ def toy_run(cfg: ToyConfig) -> Graph:
         generator=ToyGenerator(
             fault=cfg.fault, fault_at=cfg.fault_at, text_bytes=cfg.text_bytes, seconds=cfg.generator_s
         ),
-        trainer=ToyTrainer(steps=cfg.steps, seconds=cfg.seconds),
+        trainer=ToyTrainer(steps=cfg.steps, seconds=cfg.seconds, until=cfg.until),
         generators=cfg.generators,
         ranks=cfg.ranks,
     )
