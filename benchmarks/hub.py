@@ -23,16 +23,16 @@ import psutil
 
 from arriero.engine.broker import BrokerError
 from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_cluster import Cluster
 from arriero.engine.nats_link import Link
 from arriero.engine.nats_log import append
 from arriero.engine.nats_names import Names
 from arriero.engine.nats_pulse import Heartbeat
 from arriero.engine.nats_server import NatsServer, start_server
-from arriero.launchers import jobs
+from arriero.launchers import jobs, profile
 from arriero.launchers.cluster import plan
 from arriero.launchers.crew import RemoteCrew
 from arriero.launchers.hub import edges, logs
-from arriero.launchers.profile import Cluster, Profile
 from arriero.schemas.crew import CREW_LOG, ORDERS_LOG, Arrived
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import RunOptions
@@ -44,11 +44,11 @@ BEATS_S = 10.0  # for how long heartbeats are counted
 BOUND_S = 300.0
 
 
-def rendered(spec: GraphSpec, on: Cluster) -> tuple[float, int]:
+def rendered(spec: GraphSpec, on: profile.Cluster) -> tuple[float, int]:
     """Seconds to plan and render the launch on a scheduler, and the bytes of its script or manifest."""
     began = time.perf_counter()
-    profile = Profile(on=on, gpus=1, image="registry.example/arriero", python="python3")
-    made = plan(spec, profile, run_id=RUN, run_dir="/runs/storm", description=Path("/tmp"), code="c0de")
+    given = profile.Profile(on=on, gpus=1, image="registry.example/arriero", python="python3")
+    made = plan(spec, given, run_id=RUN, run_dir="/runs/storm", description=Path("/tmp"), code="c0de")
     text = jobs.rendered(made)
     return time.perf_counter() - began, len(text)
 
@@ -127,12 +127,14 @@ def hubs(count: int, folder: Path) -> list[NatsServer]:
     if count == 1:
         return [start_server(folder, public="localhost")]
     ports = [free_port() for _ in range(count)]
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+    addresses = [f"localhost:{port}" for port in ports]
     token = "storm-storm-storm"
     return [
         start_server(
             folder / str(k), public="localhost", token=token,
-            peers=[addresses[k], *(a for a in addresses if a != addresses[k])],
+            cluster=Cluster(
+                name=f"hub-{k}", route=addresses[k], others=tuple(a for a in addresses if a != addresses[k])
+            ),
         )
         for k in range(count)
     ]  # fmt: skip

@@ -17,6 +17,7 @@ import pytest_asyncio
 from arriero.engine.broker import BrokerError
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_access import Access, Account, credential, derived
+from arriero.engine.nats_cluster import Cluster
 from arriero.engine.nats_link import Link
 from arriero.engine.nats_names import Names
 from arriero.engine.nats_server import NatsServer, start_server
@@ -198,8 +199,9 @@ async def test_roles_keep_to_their_accounts_under_tls(folder: Path) -> None:
 def test_a_server_beyond_loopback_without_tls_is_refused(folder: Path) -> None:
     with pytest.raises(BrokerError, match=r"0\.0\.0\.0 isn't on loopback, and would be served without TLS"):
         start_server(folder, host="0.0.0.0")
+    others = Cluster(name="hub-0", route="127.0.0.1:6222", others=("10.0.0.7:6222",))
     with pytest.raises(BrokerError, match=r"10\.0\.0\.7:6222 isn't on loopback"):
-        start_server(folder, peers=["127.0.0.1:6222", "10.0.0.7:6222"])
+        start_server(folder, cluster=others)
 
 
 # --- secrets ----------------------------------------------------------------------------------------------

@@ -229,6 +229,8 @@ def test_every_mistake_of_a_command_line_is_one_line(tmp_path: Path, toy: str) -
         ),
         (["run", "toy.py", "--data", "x", "--staleness=-1"], "loop weights: staleness -1 is negative"),
         (["run", "toy.py", "--data", "x", "--json"], "--json and --laws belong to arriero check"),
+        (["run", "toy.py", "--data", "x", "--hub.replicas", "2"], "hub.replicas = 2 (command line)"),
+        (["run", "toy.py", "--data", "x", "--hub.replicas", "3", "--inline"], "one process has no hub"),
         (["run", "toy.py", "--data", "x", "--run-dir", "toy.py"], "toy.py is not a directory"),
     ],
 )

@@ -16,6 +16,7 @@ from arriero.engine.broker import Broker, BrokerError, Consumer, EdgeEnded
 from arriero.engine.claim_stores import FolderStore
 from arriero.engine.claims import ClaimChecked
 from arriero.engine.nats import NatsBroker
+from arriero.engine.nats_cluster import Cluster
 from arriero.engine.nats_link import Link
 from arriero.engine.nats_server import NatsServer, start_server
 from tests.brokers import assert_depth, edge
@@ -24,7 +25,7 @@ RUN, TOKEN, COUNT = "run", "token-of-the-cluster", 1000
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-class Cluster:
+class Hubs:
     """Servers by the address at which they replicate, which is their name too."""
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +36,8 @@ class Cluster:
     def _start(self, name: str) -> NatsServer:
         others = [other for other in self.names if other != name]
         place = self._folder / name.rpartition(":")[2]
-        return start_server(place, token=TOKEN, peers=[name, *others], timeout_s=30)
+        cluster = Cluster(name=name, route=name, others=tuple(others))
+        return start_server(place, token=TOKEN, cluster=cluster, timeout_s=30)
 
     def kill(self, name: str) -> None:
         self.servers[name].process.kill()
@@ -66,8 +68,8 @@ def _free_port() -> int:
 
 
 @pytest.fixture
-def cluster(folder: Path) -> Iterator[Cluster]:
-    found = Cluster(folder)
+def cluster(folder: Path) -> Iterator[Hubs]:
+    found = Hubs(folder)
     yield found
     for server in found.servers.values():
         server.stop()
@@ -103,7 +105,7 @@ async def more(seen: Counter[str], number: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_killing_the_leader_of_an_edge_loses_nothing(cluster: Cluster) -> None:
+async def test_killing_the_leader_of_an_edge_loses_nothing(cluster: Hubs) -> None:
     brokers = [await cluster.connect(k) for k in range(3)]
     await declared(brokers[0])
     seen: dict[str, Counter[str]] = {"reward": Counter(), "record": Counter()}
@@ -139,7 +141,7 @@ async def test_killing_the_leader_of_an_edge_loses_nothing(cluster: Cluster) -> 
         await broker.close()
 
 
-async def test_asking_for_an_id_is_no_hindrance_to_it_whoever_leads(cluster: Cluster) -> None:
+async def test_asking_for_an_id_is_no_hindrance_to_it_whoever_leads(cluster: Hubs) -> None:
     brokers = [await cluster.connect(k) for k in range(3)]
     await declared(brokers[0])
     producers = [broker.producer("rollouts", 0) for broker in brokers]
@@ -164,7 +166,7 @@ async def test_asking_for_an_id_is_no_hindrance_to_it_whoever_leads(cluster: Clu
         await broker.close()
 
 
-async def test_an_offer_that_finds_no_room_is_put_later(cluster: Cluster, folder: Path) -> None:
+async def test_an_offer_that_finds_no_room_is_put_later(cluster: Hubs, folder: Path) -> None:
     """By claim check, which looks for its id then."""
     brokers = [
         ClaimChecked(await cluster.connect(k), FolderStore(folder / "claims"), above_bytes=0) for k in (0, 1)

@@ -44,7 +44,7 @@ def manifest(*argv: str, started: datetime = NOW) -> RunManifest:
     found = Pipeline(name="toy", function=toy, config_type=Config, file=Path(__file__), search_path="")
     return provenance.manifest(
         run_id="r1", pipeline=found, spec=SPEC, config=Config(), sources={},
-        seed=3, started=started, argv=argv, content=ContentHashes(),
+        seed=3, started=started, argv=argv, content=ContentHashes(), hubs=1,
     )  # fmt: skip
 
 

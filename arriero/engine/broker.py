@@ -220,6 +220,12 @@ class Broker(Protocol):
         """The last heartbeat of every replica; the age is by the clock of the receiver."""
         ...
 
+    async def servers(self) -> dict[str, str]:
+        """Of several servers that replicate each other, what each does: `leads`, `follows`, `is behind` or
+        `is away`; about the ledger. Empty where there is one.
+        """
+        ...
+
     async def show(self, payload: bytes) -> None:
         """Show those who watch now how things are. Kept by nobody; waits for nobody."""
         ...

@@ -52,8 +52,12 @@ def make_certificate(folder: Path) -> Path:
 
 def address(host: str, port: int, certificate: Path) -> str:
     """The URL that `trusting` understands."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"tls://{shown}:{port}?{urlencode({'ca': str(certificate)})}"
+    return f"tls://{place(host, port)}?{urlencode({'ca': str(certificate)})}"
+
+
+def place(host: str, port: int) -> str:
+    """host:port, with brackets around an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class _Harmless(logging.Filter):

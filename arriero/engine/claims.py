@@ -109,6 +109,9 @@ class ClaimChecked:
         depth = await self.broker.depth(edge)
         return replace(depth, bytes=depth.bytes + self.store.held(edge)) if self.store.bounded else depth
 
+    async def servers(self) -> dict[str, str]:
+        return await self.broker.servers()
+
     async def append(self, log: str, id: str, payload: bytes) -> bool:
         return await self.broker.append(log, id, payload)
 

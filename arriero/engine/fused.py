@@ -107,6 +107,9 @@ class FusedBroker:
     async def beats(self) -> dict[str, Beat]:
         return await self._outside.beats()
 
+    async def servers(self) -> dict[str, str]:
+        return await self._outside.servers()
+
     async def show(self, payload: bytes) -> None:
         await self._outside.show(payload)
 

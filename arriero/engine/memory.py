@@ -149,6 +149,9 @@ class MemoryBroker:
         found.sealed = producers
         found.serve()
 
+    async def servers(self) -> dict[str, str]:
+        return {}
+
     async def depth(self, edge: str) -> Depth:
         found = self._edge(edge)
         return Depth(

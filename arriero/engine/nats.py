@@ -17,6 +17,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from arriero.engine.broker import Beat, BrokerError, DeadLetter, Depth, EdgeDecl
+from arriero.engine.nats_cluster import replicas_of
 from arriero.engine.nats_consumer import NatsConsumer
 from arriero.engine.nats_edge import NatsEdge
 from arriero.engine.nats_lease import NatsLease
@@ -25,6 +26,7 @@ from arriero.engine.nats_log import Follower, append, declare_log
 from arriero.engine.nats_names import Names
 from arriero.engine.nats_producer import NatsProducer
 from arriero.engine.nats_pulse import Pulse, read_beat
+from arriero.schemas.ledger import LEDGER_LOG
 
 _log = logging.getLogger(__name__)
 _NO_MESSAGE = 10037
@@ -59,8 +61,9 @@ class NatsBroker:
     ) -> NatsBroker:
         """Connect to the server at `url` as a member of `run`; `token` opens an account (`nats_access`).
 
-        `timeout_s` bounds every wait for a server that is away. `storage` and `replicas` (of a cluster) are
-        those of the edges and logs that this connection declares. Raises BrokerError.
+        `timeout_s` bounds every wait for a server that is away. `storage` and `replicas` (servers that `url`
+        names) are those of the edges and logs that this connection declares or asks about.
+        Raises BrokerError.
         """
         names = Names(run)
         link = await Link.open(url, token, name=f"arriero {run}", timeout_s=timeout_s)
@@ -196,6 +199,16 @@ class NatsBroker:
             if message := await self._get(stream, {"last_by_subj": subject}):
                 beat = base64.b64decode(message["data"])
                 self._heard.setdefault(self._names.beat_key(subject), (time.monotonic(), beat))
+
+    async def servers(self) -> dict[str, str]:
+        if self._replicas == 1:
+            return {}
+        stream = self._names.log_stream(LEDGER_LOG)
+        try:
+            info = await self._link.ask(f"STREAM.INFO.{stream}", what="who replicates")
+        except JetStreamError as error:
+            raise BrokerError(f"who replicates log {LEDGER_LOG}: {error}") from None
+        return replicas_of(info.get("cluster") or {})
 
     async def show(self, payload: bytes) -> None:
         await self._link.publish(self._names.view_subject, payload)

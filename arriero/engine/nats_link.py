@@ -22,6 +22,7 @@ from nats.errors import Error as NatsError
 from arriero.engine.broker import BrokerError
 from arriero.engine.certificates import trusting
 from arriero.engine.nats_access import inbox_prefix, login
+from arriero.engine.nats_cluster import servers
 
 _log = logging.getLogger(__name__)
 _FORGOTTEN_S = 1.0
@@ -32,6 +33,8 @@ _EXPECTED_ID = {"Nats-Expected-Last-Msg-Id": "\x01"}  # no message has this one
 _NOT_EXPECTED = {10070, 10071}
 _UNDER_WAY = 10158
 _UNDER_WAY_S = 0.02
+_CHOOSING = {10005, 10008}  # no suitable peers for placement; JetStream temporarily unavailable
+_CHOOSING_S = 0.1
 _BLOCKED_S = 1.0  # a time-out that comes so late shows that the event loop stood still
 _OLDEST_SERVER = (2, 11)  # earlier ones can keep acknowledged messages of a stream for ever
 
@@ -93,12 +96,17 @@ class _Client(Protocol):
 
 
 class Link:
-    """One connection. `timeout_s` bounds how long any operation waits for a server that is away."""
+    """One connection, to any of the servers that `url` names; where it breaks, to the next of them.
+
+    `timeout_s` bounds how long any operation waits for a server that is away.
+    """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        parts = urlsplit(url)
-        self.server = f"nats server {parts.hostname}:{parts.port or 4222}"
+        places = [urlsplit(one) for one in servers(url)]
+        named = ", ".join(f"{p.hostname}:{p.port or 4222}" for p in places)
+        self.server = f"nats server {named}" if len(places) == 1 else f"nats servers {named}"
         self.timeout_s = timeout_s
+        self._again_s = _AGAIN_S / len(places)  # of several, the one that was to answer may be lost
         self.waiting: set[asyncio.Future[Any]] = set()  # woken by ServerAway when the connection breaks
         self.on_loss: set[Callable[[], None]] = set()
         self.on_return: list[Callable[[], Awaitable[None]]] = []
@@ -138,7 +146,7 @@ class Link:
     async def _connect(self, url: str, token: str, name: str) -> None:
         client, (account, password) = cast(Client, self._client), login(token)
         await client.connect(
-            url.partition("?")[0],
+            servers(url),
             user=account,
             password=password,
             inbox_prefix=inbox_prefix(account).encode(),
@@ -149,7 +157,7 @@ class Link:
             reconnected_cb=self._on_reconnect,
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.1,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # seconds, fractions work
-            connect_timeout=_CONNECT_S,
+            connect_timeout=_CONNECT_S // len(servers(url)),  # while one host is gone, others answer
             ping_interval=5,
         )
 
@@ -255,7 +263,7 @@ class Link:
         while True:
             await self.connected(what)
             forgotten = known_since is not None and self.returns > known_since
-            patience = min(deadline, loop.time() + (_FORGOTTEN_S if forgotten else _AGAIN_S))
+            patience = min(deadline, loop.time() + (_FORGOTTEN_S if forgotten else self._again_s))
             token = str(next(self._tokens))
             future: asyncio.Future[Msg] = loop.create_future()
             self._replies[token] = (subject, future)
@@ -285,9 +293,19 @@ class Link:
                 raise self.gone(what)
 
     async def ask(self, path: str, body: Mapping[str, object] | None = None, *, what: str) -> dict[str, Any]:
-        """A request to JetStream's API (`$JS.API.<path>`). Raises JetStreamError if it refuses."""
-        data = await self.request(f"$JS.API.{path}", json.dumps(body).encode() if body else b"", what=what)
-        return answer(data)
+        """A request to JetStream's API (`$JS.API.<path>`). Raises JetStreamError if it refuses.
+
+        While servers that replicate are too few, or choose who leads them, they are asked again.
+        """
+        data, loop = json.dumps(body).encode() if body else b"", asyncio.get_running_loop()
+        deadline = loop.time() + self.timeout_s
+        while True:
+            try:
+                return answer(await self.request(f"$JS.API.{path}", data, what=what))
+            except JetStreamError as error:
+                if error.code not in _CHOOSING or loop.time() > deadline:
+                    raise
+            await asyncio.sleep(_CHOOSING_S)
 
     async def store(self, subject: str, payload: bytes, id: str, *, what: str) -> bool:
         """Publish to a stream: True if stored, False if the id was known. Raises JetStreamError."""
@@ -314,7 +332,8 @@ class Link:
                 return not answer(data).get("duplicate", False)
             except JetStreamError as error:
                 # Sent twice, for the first answer was late: the servers don't yet agree on the first.
-                if error.code != _UNDER_WAY or asyncio.get_running_loop().time() > deadline:
+                again = error.code == _UNDER_WAY or error.code in _CHOOSING
+                if not again or asyncio.get_running_loop().time() > deadline:
                     raise
             await asyncio.sleep(_UNDER_WAY_S)
 

@@ -11,23 +11,26 @@ import json
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
 from arriero.engine.broker import BrokerError
-from arriero.engine.certificates import CERTIFICATE, KEY, address, make_certificate
+from arriero.engine.certificates import KEY, address, make_certificate, place
 from arriero.engine.nats_access import Access, authorization
+from arriero.engine.nats_cluster import Cluster, replication
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_CONFIG = "nats-server.conf"
 MAX_PAYLOAD_BYTES = 8 << 20
 # Its heap is small and short-lived; by Go's default of 100 a third of its time went into collecting it.
 _GOGC = "400"
@@ -88,7 +91,8 @@ def start_server(
     token: str = "",
     monitor_port: int | None = None,
     public: str = "",
-    peers: Sequence[str] = (),
+    cluster: Cluster | None = None,
+    certificate: Path | None = None,
     store: Path | None = None,
     access: Access | None = None,
     timeout_s: float = 10.0,
@@ -96,8 +100,8 @@ def start_server(
     """Start a server that keeps its store, configuration and log in `folder`; returns when it listens.
 
     `port` 0 takes a free one, `token` "" makes one up. With `public`, the name by which other hosts reach
-    this one, it listens on every address, with TLS. `peers` are the cluster addresses (host:port, its own
-    first) of the servers that it replicates with, on loopback: they talk without TLS. `store` is another
+    this one, it listens on every address, with TLS: by `certificate`, or one that it makes. `cluster` says
+    whom it replicates with; without `public` that is on loopback, without TLS. `store` is another
     folder for the messages, `access` what others than its owner may do. A server started
     again with the same folder, port and token goes on with what it had. It dies with the calling *thread*
     (Linux), so call from one that lives as long as the run. Raises BrokerError naming port or log if it
@@ -108,10 +112,10 @@ def start_server(
         raise BrokerError("the token must have at least 8 letters, digits, '-' or '_'")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = folder / "nats-server.log"
-    config = folder / "nats-server.conf"
-    for stale in folder.glob("*.ports"):  # a killed server leaves its file behind
-        stale.unlink()
-    if open_to_others := [a for a in (host, *peers) if not _loopback(a)]:
+    config = folder / _CONFIG
+    wait_for_earlier(folder, timeout_s)
+    routes = () if public or cluster is None else (cluster.route, *cluster.others)
+    if open_to_others := [a for a in (host, *routes) if not _loopback(a)]:
         raise BrokerError(
             f"{open_to_others[0]} isn't on loopback, and would be served without TLS; use public="
         )
@@ -119,12 +123,10 @@ def start_server(
     monitor = "" if monitor_port is None else f'http: "127.0.0.1:{monitor_port or -1}"\n'
     text = _config(folder, store or folder / "store", log, f"{host}:{port or -1}", monitor)
     text += authorization(token, access, _HANDSHAKE_S)
-    if public:
-        certificate = make_certificate(folder)
-        key = certificate.with_name(KEY)
-        files = f"cert_file: {json.dumps(str(certificate))}, key_file: {json.dumps(str(key))}"
-        text += f"tls {{ {files}, timeout: {_HANDSHAKE_S} }}\n"
-    _write_private(config, text + _cluster(peers, token))
+    shown = (certificate or make_certificate(folder)) if public else None
+    text += _tls(shown, public, port) if shown else ""
+    text += replication(cluster, token, shown, _HANDSHAKE_S) if cluster else ""
+    _write_private(config, text)
     said = log.stat().st_size if log.exists() else 0
     process = subprocess.Popen(
         [str(find_server()), "-c", str(config)],
@@ -145,8 +147,8 @@ def start_server(
         process.kill()
         process.wait()
         raise BrokerError(_why_not(log, said, host, port))
-    if public:
-        url = address(public, int(url.rpartition(":")[2]), folder / CERTIFICATE)
+    if shown:
+        url = address(public, int(url.rpartition(":")[2]), shown)
     return NatsServer(url=url, token=token, log=log, process=process)
 
 
@@ -172,19 +174,34 @@ log_file: {json.dumps(str(log))}
 """
 
 
-def _cluster(peers: Sequence[str], token: str) -> str:
-    if not peers:
-        return ""
-    routes = ", ".join(json.dumps(f"nats-route://arriero:{token}@{peer}") for peer in peers[1:])
-    return f"""\
-server_name: {json.dumps(peers[0])}
-cluster {{
-  name: arriero
-  listen: {json.dumps(peers[0])}
-  authorization {{ user: arriero, password: {json.dumps(token)} }}
-  routes: [{routes}]
-}}
-"""
+def _tls(certificate: Path, public: str, port: int) -> str:
+    """For clients, who hear of each other server by the name that it goes by."""
+    files = {"cert_file": certificate, "key_file": certificate.with_name(KEY)}
+    named = ", ".join(f"{key}: {json.dumps(str(path))}" for key, path in files.items())
+    told = f"client_advertise: {json.dumps(place(public, port))}\n" if port else ""
+    return f"tls {{ {named}, timeout: {_HANDSHAKE_S} }}\n{told}"
+
+
+def wait_for_earlier(folder: Path, timeout_s: float) -> None:
+    """Until the server that a killed process had started here has ended, by force after `timeout_s`.
+
+    The kernel has told it to; until then the store is its own. A server leaves its ports file behind if it
+    is killed.
+    """
+    for file in folder.glob("*.ports"):
+        pid = int(file.stem.rpartition("_")[2])
+        with suppress(OSError):
+            handle = os.pidfd_open(pid)
+            try:
+                if str(folder / _CONFIG).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    ended = select.poll()
+                    ended.register(handle, select.POLLIN)
+                    if not ended.poll(timeout_s * 1000):
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                        ended.poll(timeout_s * 1000)
+            finally:
+                os.close(handle)
+        file.unlink(missing_ok=True)
 
 
 def _write_private(path: Path, text: str) -> None:

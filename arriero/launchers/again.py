@@ -76,7 +76,7 @@ def begin_again(
     manifest = provenance.manifest(
         run_id=before.run_id, pipeline=ready.pipeline, spec=ready.spec, config=ready.config,
         sources=ready.sources, seed=given.seed, started=datetime.now(UTC), argv=argv,
-        content=content_hashes(ready.spec),
+        content=content_hashes(ready.spec), hubs=given.hub.replicas,
     )  # fmt: skip
     changed = changes(before, manifest)
     for key in ("deterministic", "record", "record_url"):
@@ -88,8 +88,8 @@ def begin_again(
     told = {"seed", "deterministic", "wait_bound_s", "liveness_s", "max_dead_letters", "restarts"}
     told |= {"sinks", "metrics_port", "metrics_host"}
     claims = {"claims_url": f"file://{run.path}/{CLAIMS}" if profile else ""}
-    elastic = {"elastic": not (given.inline or given.deterministic)}
-    options = options.model_copy(update={key: getattr(given, key) for key in told} | claims | elastic)
+    now = {"elastic": not (given.inline or given.deterministic), "hubs": given.hub.replicas}
+    options = options.model_copy(update={key: getattr(given, key) for key in told} | claims | now)
     anew = data_changed(graph, ready.spec, changed)
     resumed = go_on(ready.spec, options, run, changed=changed, anew=anew)
     for path in (run.path / JOB_FILE, run.cancelled, run.prepared):

@@ -30,7 +30,8 @@ def app_def(
     """
     threads = thread_counts(spec, options, cores or len(os.sched_getaffinity(0)))
     place = ["--run-dir", str(run_dir)]
-    hub = _role(HUB, ["-m", "arriero.launchers.hub", *place, "--port", str(port)], threads=1)
+    server = ["-m", "arriero.launchers.hub", *place, "--replica", macros.replica_id, "--port", str(port)]
+    hub = _role(HUB, server, threads=1, replicas=options.hubs)
     return AppDef(
         name=spec.name, roles=[hub, *(_graph_role(n, g, place, threads[n]) for n, g in shapes(spec).items())]
     )

@@ -171,7 +171,8 @@ def _check(args: list[str]) -> int:
     if ready.options.json:
         return _printed(lambda: ready.spec.model_dump_json(indent=2))
     out = io.StringIO()
-    show.report(ready.pipeline, ready.config, ready.sources, ready.spec, out)
+    hubs = ready.options.hub.replicas
+    show.report(ready.pipeline, ready.config, ready.sources, ready.spec, hubs, out)
     if _on_cluster(ready):
         from arriero.launchers import job_commands
 

@@ -2,6 +2,9 @@
 
     start nats-server -> declare edges and logs -> publish hub.json -> wait for SIGTERM -> stop, clean up
 
+Of several hubs each starts a server that replicates the others', and the first declares and publishes. One
+that is killed is started again, with what it had stored, while clients go on with the others.
+
 It also cleans up: it is told to stop last, and when the launcher dies the kernel tells it. What opens the
 broker is in the environment variable ARRIERO_TOKEN and nowhere else that others could read: all of it for the
 hub, the account of its role for every other process.
@@ -34,6 +37,7 @@ from arriero.engine.nats_access import Access, Account, credential, derived
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.engine.rates import backlogs, capacities
 from arriero.engine.runtime.journal import record
+from arriero.launchers.hubs import forget, meet
 from arriero.launchers.parent import die_with_launcher
 from arriero.launchers.place import attempt
 from arriero.launchers.resuming import fill_ledger
@@ -49,11 +53,12 @@ WEIGHTS_SECRET = "ARRIERO_WEIGHTS_SECRET"
 AGENT = "the-agents"  # the account of what starts the roles on a cluster
 HUB_FILE = "hub.json"
 BROKER = "broker"
+FORM_S = 50.0  # for several hubs to find each other, and to choose who leads
 CLAIMS = "claims"  # large payloads of a run on several hosts
 
 
 class HubAddress(Message):
-    """`hub.json`: where the broker of this run listens.
+    """`hub.json`: where the broker of this run listens; all of its servers, where they replicate.
 
     On a cluster, whose replicas can't inherit it, the `token` too: only the owner can read the file.
     `attempt` tells the runs of a job that was started again apart.
@@ -149,8 +154,10 @@ def clean(run_dir: Path, run_id: str) -> None:
     """Remove what isn't the record of a run: address, token, messages; payloads and weights in memory."""
     (run_dir / HUB_FILE).unlink(missing_ok=True)
     (run_dir / WATCHER_FILE).unlink(missing_ok=True)
-    (run_dir / BROKER / "nats-server.conf").unlink(missing_ok=True)
-    shutil.rmtree(run_dir / BROKER / "store", ignore_errors=True)
+    forget(run_dir / BROKER)
+    for folder in (run_dir / BROKER, *(run_dir / BROKER).glob("hub-*")):
+        (folder / "nats-server.conf").unlink(missing_ok=True)
+        shutil.rmtree(folder / "store", ignore_errors=True)
     FolderStore.in_memory(run_id).destroy()
     shutil.rmtree(run_dir / CLAIMS, ignore_errors=True)
     # As arriero.engine.weights.destroy for every loop, without importing torch for it.
@@ -163,10 +170,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_launcher(signal.SIGTERM)
     parser = argparse.ArgumentParser(prog="arriero.launchers.hub")
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--port", type=int, default=0, help="of the first of several; theirs follow it")
+    parser.add_argument("--replica", type=int, default=0)
     args = parser.parse_args(argv)
     try:
-        return _serve(args.run_dir, args.port)
+        return _serve(args.run_dir, args.port, args.replica)
     except (UserError, BrokerError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -178,13 +186,13 @@ class _Told:
     """
 
     def __init__(self) -> None:
-        self._come = False
+        self.come = False
         self._wake: Callable[[], object] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._come = True
+        self.come = True
         if self._wake is not None:
             self._wake()
 
@@ -195,7 +203,7 @@ class _Told:
         loop.add_reader(handle, enough.set)
         self._wake = partial(loop.call_soon_threadsafe, enough.set)
         try:
-            if not self._come:
+            if not self.come:
                 await enough.wait()
         finally:
             self._wake = None
@@ -203,49 +211,78 @@ class _Told:
             os.close(handle)
 
 
-def _serve(run_dir: Path, port: int) -> int:
+def _serve(run_dir: Path, port: int, number: int) -> int:
     told = _Told()
     run = RunDir(run_dir)
     spec, options = run.read_graph(), run.read_options()
-    start = partial(start_server, run_dir / BROKER, access=access(spec, options))
-    servers = [start(port=port, token=os.environ.pop(TOKEN, ""))]
+    own, token = access(spec, options), os.environ.pop(TOKEN, "")
+    again: Callable[[], NatsServer]
+    if options.hubs == 1:
+        start = partial(start_server, run_dir / BROKER, access=own)
+        server = start(port=port, token=token)
+        again = partial(start, port=server.port, token=server.token)
+        name, url = "", server.url
+    else:
+        site = meet(
+            run_dir / BROKER, number, options.hubs, token=token, port=port, attempt=attempt(),
+            bound_s=FORM_S, told=lambda: told.come,
+        )  # fmt: skip
+        again = partial(site.start, own)
+        server, name, url = again(), site.cluster.name, site.url
+    servers = [server]
     try:
-        return asyncio.run(_declare_and_wait(run_dir, spec, options, servers, told, start))
+        return asyncio.run(_Hub(run, spec, options, name, url, server.token).live(servers, told, again))
     finally:
         servers[-1].stop(timeout_s=2.0)
         clean(run_dir, options.run_id)
 
 
-async def _declare_and_wait(
-    run_dir: Path,
-    spec: GraphSpec,
-    options: RunOptions,
-    servers: list[NatsServer],
-    told: _Told,
-    start: Callable[..., NatsServer],
-) -> int:
-    server = servers[0]
-    broker = await NatsBroker.connect(server.url, server.token, run=options.run_id)
-    try:
-        await declare(broker, spec, options)
-        await fill_ledger(broker, RunDir(run_dir))
-        publish(run_dir / WATCHER_FILE, pass_for(server.url, server.token, options.run_id))
-        publish(run_dir / HUB_FILE, HubAddress(url=server.url, attempt=attempt()))
-        await told.or_dead(server)
-        while (code := servers[-1].process.poll()) is not None:
-            why = f"nats-server ended by itself with code {code}"
-            if (number := len(servers)) > options.restarts:
-                raise BrokerError(f"{why}; see {server.log}")
-            print(f"{why}; it starts again ({number} of {options.restarts})", file=sys.stderr, flush=True)
-            # With what it had stored; who is connected comes back by himself.
-            servers.append(start(port=server.port, token=server.token))
-            await declare(broker, spec, options)  # what stood in memory only
-            await record(broker, Restarted(name="nats-server", number=number, why=why))
+class _Hub:
+    """The life of a hub, whose server has started; `name` is that of one among several."""
+
+    def __init__(
+        self, run: RunDir, spec: GraphSpec, options: RunOptions, name: str, url: str, token: str
+    ) -> None:
+        self._run, self._spec, self._options = run, spec, options
+        self._name, self._url, self._token = name, url, token
+
+    async def live(self, servers: list[NatsServer], told: _Told, start: Callable[[], NatsServer]) -> int:
+        """Until it is told to stop; a server that ends by itself is started again: the last one lives."""
+        broker = await connect(self._url, self._token, self._options)
+        try:
+            if self._name in ("", "hub-0"):
+                await self._open(broker)
             await told.or_dead(servers[-1])
-        return 0
-    finally:
-        with suppress(BrokerError, TimeoutError):
-            await asyncio.wait_for(broker.close(), 2.0)
+            while (code := servers[-1].process.poll()) is not None:
+                why = f"nats-server ended by itself with code {code}"
+                if (number := len(servers)) > self._options.restarts:
+                    raise BrokerError(f"{why}; see {servers[-1].log}")
+                again = f"it starts again ({number} of {self._options.restarts})"
+                print(f"{why}; {again}", file=sys.stderr, flush=True)
+                # With what it had stored; who is connected comes back by himself.
+                servers.append(start())
+                if not self._name:
+                    await declare(broker, self._spec, self._options)  # what stood in memory only
+                server = f"nats-server of {self._name}" if self._name else "nats-server"
+                await record(broker, Restarted(name=server, number=number, why=why))
+                await told.or_dead(servers[-1])
+            return 0
+        finally:
+            with suppress(BrokerError, TimeoutError):
+                await asyncio.wait_for(broker.close(), 2.0)
+
+    async def _open(self, broker: NatsBroker) -> None:
+        """Everything is declared, and everybody may come."""
+        await declare(broker, self._spec, self._options)
+        await fill_ledger(broker, self._run)
+        publish(self._run.path / WATCHER_FILE, pass_for(self._url, self._token, self._options.run_id))
+        publish(self._run.path / HUB_FILE, HubAddress(url=self._url, attempt=attempt()))
+
+
+async def connect(url: str, token: str, options: RunOptions) -> NatsBroker:
+    """The connection of who declares the edges of a run; its patience is that for several hubs to agree."""
+    connect = partial(NatsBroker.connect, url, token, run=options.run_id)
+    return await (connect(replicas=options.hubs, timeout_s=FORM_S) if options.hubs > 1 else connect())
 
 
 def publish(path: Path, record: Message) -> None:

@@ -11,6 +11,8 @@ from typing import IO, TYPE_CHECKING, cast
 from arriero.engine.errors import UserError
 from arriero.launchers import jobs, preparing
 from arriero.launchers.profile import Cluster, Profile, read_profile
+from arriero.launchers.rundir import RunDir
+from arriero.launchers.vitals import hubs_told
 
 if TYPE_CHECKING:
     from arriero.launchers.cluster import Job, Plan
@@ -34,6 +36,10 @@ def chosen(ready: Ready) -> Profile:
     on = None if given.on == "local" else given.on
     if given.inline:
         raise UserError("--inline runs everything in this process; leave it or --on out")
+    if given.hub.replicas > 1:
+        raise UserError(
+            f"hub.replicas = {given.hub.replicas}: on a cluster a run has one hub so far; leave it out"
+        )
     return read_profile(on, given.profile)
 
 
@@ -124,6 +130,8 @@ def _described(job: Job) -> dict[str, object]:
     if job.on == "local":
         going = jobs.local_process(job) is not None
         state = "running" if going else "gone"
+        if going and (run := RunDir(Path(job.run_dir))).vitals.exists():
+            told["hubs"] = hubs_told(run.read_vitals().hubs)
     else:
         found = jobs.scheduler(job.on).describe(job.app_id)
         names = {"SUCCEEDED": "finished", "SUBMITTED": "pending"}
@@ -144,7 +152,7 @@ def _described(job: Job) -> dict[str, object]:
 
 def _told(described: dict[str, object]) -> str:
     lines = [f"{described['run']}: {described['state']}  {described['handle']}"]
-    lines += [f"  {described[key]}" for key in ("detail", "error") if described.get(key)]
+    lines += [f"  {described[key]}" for key in ("detail", "hubs", "error") if described.get(key)]
     if "steps" in described:
         lines.append(f"  {described['steps']} steps")
     replicas = cast("dict[str, list[str]]", described.get("replicas", {}))

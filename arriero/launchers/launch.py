@@ -19,7 +19,17 @@ from arriero.engine.nats import NatsBroker
 from arriero.engine.runtime.role import Stopped, run_role
 from arriero.launchers.appdef import HUB, app_def, visible_devices
 from arriero.launchers.conductor import Conductor, Outcome, end_roles, gone, interrupts
-from arriero.launchers.hub import HUB_FILE, TOKEN, claim_store, clean, declare, private, wait_for_hub
+from arriero.launchers.hub import (
+    BROKER,
+    HUB_FILE,
+    TOKEN,
+    claim_store,
+    clean,
+    declare,
+    private,
+    wait_for_hub,
+)  # fmt: skip
+from arriero.launchers.hubs import forget
 from arriero.launchers.local import LocalApp, Process
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.parent import LAUNCHER
@@ -64,6 +74,8 @@ def launch(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOpti
 
 def inline(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
     """As `launch`, with every node in this process and no server: for tests, breakpoints and notebooks."""
+    if options.hubs > 1:
+        raise UserError(f"hub.replicas = {options.hubs}: one process has no hub; leave it or --inline out")
     if ranked := next((n for n in spec.nodes if n.ranks > 1), None):
         raise UserError(
             f"{ranked.name} has {ranked.ranks} ranks, and ranks are processes; run without --inline"
@@ -78,6 +90,7 @@ async def _launched(
     spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions
 ) -> tuple[Conductor, Outcome]:
     (run.path / HUB_FILE).unlink(missing_ok=True)
+    forget(run.path / BROKER)
     token = secrets.token_urlsafe(32)
     python_path = os.pathsep.join(p for p in (*launch.python_path, os.environ.get("PYTHONPATH", "")) if p)
     common = {LAUNCHER: str(os.getpid()), "PYTHONPATH": python_path}
@@ -94,7 +107,7 @@ async def _launched(
 
             async def work() -> None:
                 address = await wait_for_hub(run.path, bound_s=_HUB_S, attempt=attempt())
-                link = await NatsBroker.connect(address.url, token, run=options.run_id)
+                link = await NatsBroker.connect(address.url, token, run=options.run_id, replicas=options.hubs)
                 conductor.follow(ClaimChecked(link, claim_store(options)))
                 if conductor.scaling is not None:
                     conductor.supervisor.watch(Requests(conductor.scaling, app, run).follow())

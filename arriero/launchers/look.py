@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from arriero.launchers.progress import doing
 from arriero.launchers.rundir import RunDir
-from arriero.launchers.vitals import Vitals, rooms
+from arriero.launchers.vitals import Vitals, hubs_told, rooms
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import EdgeState, VitalsFile
 
@@ -57,7 +57,10 @@ class EdgeNow:
 
 @dataclass(frozen=True, kw_only=True)
 class Now:
-    """The run as its launcher saw it `seen_s` ago; `warned`: the gates of the last step."""
+    """The run as its launcher saw it `seen_s` ago; `warned`: the gates of the last step.
+
+    `hubs`: what each of several does; empty for one.
+    """
 
     run: str
     state: str
@@ -66,6 +69,7 @@ class Now:
     warned: tuple[str, ...]
     nodes: tuple[NodeNow, ...]
     edges: tuple[EdgeNow, ...]
+    hubs: str = ""
 
 
 class Observer:
@@ -84,6 +88,7 @@ class Observer:
             step=lines[-1]["step"] if lines else file.step,
             seen_s=max(time.time() - file.time, 0.0),
             warned=tuple(lines[-1].get("health") or {}) if lines else (),
+            hubs=hubs_told(file.hubs),
             nodes=tuple(self._node(n.name, file, vitals) for n in self._spec.nodes),
             edges=tuple(
                 self._edge(k, e, vitals, max(room.get(k, e.capacity), 1)) for k, e in file.edges.items()

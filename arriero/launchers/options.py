@@ -26,6 +26,13 @@ Assignment = tuple[str, Given]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hub:
+    """The message broker of a run."""
+
+    replicas: Literal[1, 3] = 1  # three replicate every message: any one may be lost, and the run goes on
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Options of the command, which no pipeline may use as keys of its own."""
 
@@ -40,7 +47,8 @@ class Arguments:
     inline: bool = False  # everything in this process, without servers
     deterministic: bool = False  # the same numbers every time, at some cost in speed
     seed: NonNegativeInt = 0
-    port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the hub; 0: a free one
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the (first) hub; 0: a free one
+    hub: Hub = Hub()
     wait_bound_s: PositiveFloat = 1800.0  # longest wait for a record, a place or a version
     liveness_s: Annotated[float, Field(ge=3)] = 30.0  # oldest heartbeat of a role that is alive; one a second
     restarts: NonNegativeInt = 3  # times that each process, and the whole run, starts again after a kill

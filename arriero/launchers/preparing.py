@@ -94,11 +94,12 @@ def begin(ready: Ready, argv: list[str], profile: Profile | None = None, code: C
         metrics_host=given.metrics_host,
         claims_url=f"file://{seen_as}/{CLAIMS}" if profile else "",
         elastic=not (given.inline or given.deterministic),
+        hubs=given.hub.replicas,
     )
     manifest = provenance.manifest(
         run_id=options.run_id, pipeline=ready.pipeline, spec=ready.spec, config=ready.config,
         sources=ready.sources, seed=given.seed, started=now, argv=argv,
-        content=content_hashes(ready.spec),
+        content=content_hashes(ready.spec), hubs=given.hub.replicas,
     )  # fmt: skip
     run = rundir.create(here, overwrite=given.overwrite)
     if code is not None:

@@ -50,6 +50,7 @@ def manifest(
     started: datetime,
     argv: Sequence[str],
     content: ContentHashes,
+    hubs: int,
 ) -> RunManifest:
     """Everything known about the run that is about to start on this machine. It asks git and nvidia-smi."""
     function = pipeline.function
@@ -78,6 +79,7 @@ def manifest(
         pid=os.getpid(),
         started=started,
         argv=masked_words(argv),
+        hubs=hubs,
         ancestors=tuple(ancestors(dumped)),
     )
 

@@ -6,10 +6,11 @@
 | one that gathers records | the same; what has been trained meanwhile goes no further                     |
 | source                   | the ledger: it passes over what is settled, and sends again what is under way |
 | what learns, with record | its checkpoint and the recorded batches after it                              |
+| one hub of three         | what it had stored, and what the two others say has come since                |
 
-Without the hub, and without what learns on several ranks or without a record, all of the run starts again,
-from what is certain (`resuming`). What makes versions and keeps no checkpoints can't come back: its end ends
-the run. An error that a component raises isn't tried again: it would come back.
+Without the only hub, and without what learns on several ranks or without a record, all of the run starts
+again, from what is certain (`resuming`). What makes versions and keeps no checkpoints can't come back: its
+end ends the run. An error that a component raises isn't tried again: it would come back.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from arriero.engine.component import Recovers
 from arriero.engine.errors import UserError
 from arriero.engine.portable import resolve
 from arriero.engine.runtime.journal import record
+from arriero.launchers.appdef import HUB
 from arriero.launchers.failures import killed, signal_name
 from arriero.launchers.replicas import Replica
 from arriero.launchers.resuming import check_can_go_on
@@ -40,6 +42,8 @@ class Restarts:
         self._start, self._most = start, options.restarts
         self._spec, self._options = spec, options
         self._roles = {role for role in spec.roles if _replaceable(spec, role, options)}
+        if options.hubs > 1:
+            self._roles.add(HUB)
         self._began = time.monotonic()
         self._at: dict[str, float] = {}
         self.counts: Counter[str] = Counter()  # by replica
@@ -64,7 +68,7 @@ class Restarts:
 
     def may_all(self, p: Replica | None) -> bool:
         """Whether the run could go on as a whole without `p` (None: without its broker)."""
-        if self._start is None or (p is not None and not p.hub and p.role in self._roles):
+        if self._start is None or (p is not None and p.role in self._roles and not p.hub):
             return False
         try:
             check_can_go_on(self._spec, self._options)
@@ -78,18 +82,20 @@ class Restarts:
         Raises BrokerError, OSError.
         """
         assert self._start is not None
-        await broker.evict(f"{p.name}-0")
+        if not p.hub:
+            await broker.evict(f"{p.name}-0")
         if self.over:  # nobody would end it
             return None
         self.counts[p.name] += 1
         self._at[p.name] = time.monotonic()
-        why = killed(p.name, number, p.log).message
-        await record(broker, Restarted(name=p.name, number=self.counts[p.name], why=signal_name(number)))
-        print(
-            f"arriero: {why}; it starts again ({self.counts[p.name]} of {self._most})",
-            file=sys.stderr,
-            flush=True,
-        )
+        count, why = self.counts[p.name], killed(p.name, number, p.log).message
+        restarted = Restarted(name=p.name, number=count, why=signal_name(number))
+        print(f"arriero: {why}; it starts again ({count} of {self._most})", file=sys.stderr, flush=True)
+        if p.hub:  # first of all: without it too few of them may be left to record anything
+            again = self._start(p.name)
+            await record(broker, restarted)
+            return again
+        await record(broker, restarted)
         return self._start(p.name)
 
     def age_s(self, name: str) -> float:

@@ -16,7 +16,7 @@ PIPE_WIDTH = 160  # columns of a table where the output is no terminal
 
 
 def report(
-    pipeline: Pipeline, config: object, sources: Mapping[str, str], spec: GraphSpec, out: IO[str]
+    pipeline: Pipeline, config: object, sources: Mapping[str, str], spec: GraphSpec, hubs: int, out: IO[str]
 ) -> None:
     """The resolved configuration, who waits for whom, the roles, and the graph as Mermaid."""
     from arriero.engine import picture
@@ -24,7 +24,7 @@ def report(
     print(f"{pipeline.name}: {pipeline.doc.partition(chr(10))[0]}\ngraph {spec.digest}", file=out)
     table("configuration", [("key", "value", "from"), *_config_rows(config, sources)], out)
     table("graph", picture.table(spec), out)
-    table("roles", _role_rows(spec), out)
+    table("roles", _role_rows(spec, hubs), out)
     print(picture.mermaid(spec), end="", file=out)
 
 
@@ -92,8 +92,9 @@ def _config_rows(config: object, sources: Mapping[str, str]) -> Iterable[tuple[s
         yield key, MASK if value and is_secret(key) else words(value), sources[key]
 
 
-def _role_rows(spec: GraphSpec) -> list[tuple[str, ...]]:
+def _role_rows(spec: GraphSpec, hubs: int) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("role", "nodes", "replicas", "ranks", "cpus", "gpus", "memory")]
+    rows.append(("hub", "the message broker", str(hubs), "1", "1", "0", "-"))
     for role, nodes in spec.roles.items():
         needs = [n.resources for n in nodes]
         memory = sum(r.memory_mb for r in needs)

@@ -41,6 +41,7 @@ _LEAVE_S = 3.0  # for a process whose nodes have all ended
 _RANKS_S = 20.0  # for torchrun to notice and end all ranks, on a busy host
 _POLL_S = 0.5
 _BURIALS_S = 5.0
+_CHOICE_S = 20.0  # for those that are left of several hubs to choose who leads, on a busy host
 
 
 class Supervisor:
@@ -123,7 +124,8 @@ class Supervisor:
     async def all_ended(self) -> None:
         """Returns when all nodes have ended and their processes have left, or were given time to."""
         await self._until(lambda: self._nodes_ended)
-        waiting = asyncio.create_task(self._until(lambda: self._processes.keys() - self._gone <= {"hub-0"}))
+        roles = {name for name, p in self._processes.items() if not p.hub}
+        waiting = asyncio.create_task(self._until(lambda: roles <= self._gone))
         await asyncio.wait({waiting}, timeout=_LEAVE_S)
         waiting.cancel()
 
@@ -230,12 +232,13 @@ class Supervisor:
     async def _watch_vitals(self, broker: Broker, on_poll: Callable[[], None]) -> None:
         late: set[str] = set()
         burials, buried = Burials(self._spec), time.monotonic()
+        bound_s = self._options.liveness_s + (_CHOICE_S if self._options.hubs > 1 else 0)
         while True:
             try:
-                async with asyncio.timeout(self._options.liveness_s):
+                async with asyncio.timeout(bound_s):
                     await self.vitals.poll(broker)
             except TimeoutError:
-                raise BrokerError(f"it didn't answer within {self._options.liveness_s:g} s") from None
+                raise BrokerError(f"it didn't answer within {bound_s:g} s") from None
             on_poll()
             if time.monotonic() - buried > _BURIALS_S:
                 await burials.write(broker)

@@ -129,6 +129,7 @@ def drawn(seen: Seen | None, where: str) -> RenderableType:
     if seen is None or seen.now is None:
         return Text(f"{where}: no replica has been heard of yet")
     parts: list[Any] = [Text(_printable(_head(seen.now)), style="bold"), _nodes(seen.now), _edges(seen.now)]
+    parts += [Text(_printable(seen.now.hubs))] if seen.now.hubs else []
     parts += [
         Text(f"{_printable(key):<15} {sparkline(values):<{POINTS}} {values[-1]:.4g}")
         for key, values in seen.curves.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -35,6 +35,7 @@ class Vitals:
         self._edges = edges
         self.pulses: dict[str, Pulse] = {}
         self.depths: dict[str, Depth] = {}
+        self.hubs: dict[str, str] = {}  # what each of several does
         self._left: set[tuple[str, int]] = set()
 
     def forget(self, role: str, replica: int) -> None:
@@ -55,6 +56,7 @@ class Vitals:
         self.pulses = pulses
         depths = await asyncio.gather(*(broker.depth(e) for e in self._edges))
         self.depths = dict(zip(self._edges, depths, strict=True))
+        self.hubs = await broker.servers()
 
     def written(self, spec: GraphSpec, step: int) -> VitalsFile:
         """As it is kept in the run directory."""
@@ -66,7 +68,7 @@ class Vitals:
             for k, d in self.depths.items()
         }
         pulses = {k: LastPulse(status=p.status, age_s=p.age_s) for k, p in self.pulses.items()}
-        return VitalsFile(time=time.time(), step=step, pulses=pulses, edges=edges)
+        return VitalsFile(time=time.time(), step=step, pulses=pulses, edges=edges, hubs=self.hubs)
 
     @classmethod
     def read(cls, file: VitalsFile, now: float) -> Vitals:
@@ -78,6 +80,7 @@ class Vitals:
             k: Depth(messages=e.messages, bytes=e.bytes, waiting=e.waiting, leased=e.leased)
             for k, e in file.edges.items()
         }
+        found.hubs = file.hubs
         return found
 
     def nodes(self, name: str) -> list[tuple[str, NodeStatus, float]]:
@@ -125,7 +128,14 @@ def wait_graph(spec: GraphSpec, vitals: Vitals) -> str:
             f"{g}: {depth.waiting[g]} waiting, {depth.leased[g]} leased" for g in depth.waiting
         )
         lines.append(f"  {name:<17} {depth.messages} of {capacity[name]} messages ({groups})")
+    if vitals.hubs:
+        lines.append(f"the hubs: {hubs_told(vitals.hubs)}")
     return "\n".join(lines)
+
+
+def hubs_told(hubs: Mapping[str, str]) -> str:
+    """What each of several hubs does, in a line; "" where there is one."""
+    return ", ".join(f"{name} {does}" for name, does in hubs.items())
 
 
 def _doing(status: NodeStatus) -> str:

@@ -18,10 +18,11 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import ValidationError
 
 from arriero.engine.broker import BrokerError
-from arriero.engine.certificates import address
+from arriero.engine.certificates import address, place
 from arriero.engine.errors import UserError
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_access import Account, credential
+from arriero.engine.nats_cluster import servers, together
 from arriero.launchers.seen import SEEN, Seen
 from arriero.schemas.messages import Message
 
@@ -33,7 +34,8 @@ _CONNECT_S = 10.0
 class Pass(Message):
     """`watcher.json`: where the broker of a run listens, what opens it to a watcher, and its certificate.
 
-    `certificate` is its text, empty without TLS: a watcher needn't see the files of the run.
+    `url` names all of its servers, where they replicate. `certificate` is its text, empty without TLS: a
+    watcher needn't see the files of the run.
     """
 
     url: str
@@ -93,9 +95,8 @@ async def watching(given: Pass, url: str = "") -> AsyncGenerator[tuple[Watcher, 
 
     Raises UserError if nobody answers there, or the run is another one.
     """
-    place = urlsplit(url or given.url)
     try:
-        host, port = place.hostname or "", place.port or 4222
+        places = [(p.hostname or "", p.port or 4222) for p in map(urlsplit, servers(url or given.url))]
     except ValueError as error:
         raise UserError(f"{url}: {error}; give nats://HOST:PORT") from error
     try:
@@ -103,9 +104,9 @@ async def watching(given: Pass, url: str = "") -> AsyncGenerator[tuple[Watcher, 
             with NamedTemporaryFile("w", suffix=".crt") as file:  # read once, when it connects
                 file.write(given.certificate)
                 file.flush()
-                broker = await _connected(address(host, port, Path(file.name)), given)
+                broker = await _connected(together([address(*p, Path(file.name)) for p in places]), given)
         else:
-            broker = await _connected(f"nats://{host}:{port}", given)
+            broker = await _connected(together([f"nats://{place(*p)}" for p in places]), given)
     except BrokerError as error:
         raise UserError(f"{error}; these credentials are of run {given.run}") from error
     watcher = Watcher()

@@ -79,8 +79,8 @@ class RunManifest(Message):
     """`sources`: for each dotted key of `config` "default", the configuration file, or "command line".
 
     `package_sha256` is of arriero's own code as it is imported, `shipped_sha256` of the index of the archives
-    that a cluster ran. Each row of the data is told by its place and
-    bound by its `prompt_sha256` in the lineage.
+    that a cluster ran. `hubs`: message brokers that replicated each other. Each row of the data is told by
+    its place and bound by its `prompt_sha256` in the lineage.
     """
 
     format: Literal[1] = 1
@@ -103,4 +103,5 @@ class RunManifest(Message):
     pid: PositiveInt
     started: AwareDatetime
     argv: tuple[str, ...]
+    hubs: PositiveInt = 1
     ancestors: tuple[Ancestor, ...] = ()

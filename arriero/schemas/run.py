@@ -19,7 +19,8 @@ class RunOptions(Message):
     `wait_bound_s` bounds every wait for a record, a place or a version; `liveness_s` the age of a heartbeat.
     `claims_url`: where the hosts of a cluster find payloads too large for an edge; empty: memory of one host.
     `metrics_port`: where Prometheus finds the run; None: nowhere.
-    `elastic`: replicas may join and leave while it goes on (`arriero scale`).
+    `elastic`: replicas may join and leave while it goes on (`arriero scale`). `hubs`: message brokers that
+    replicate each other; of three, any one may be lost.
     """
 
     run_id: str
@@ -40,6 +41,7 @@ class RunOptions(Message):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     metrics_host: str = "127.0.0.1"
     elastic: bool = False
+    hubs: Literal[1, 3] = 1
 
 
 class NodeStatus(Message):
@@ -90,12 +92,16 @@ class EdgeState(Message):
 
 
 class VitalsFile(Message):
-    """`vitals.json`: the run as its launcher saw it last; `time`: seconds since 1970, `step`: the newest."""
+    """`vitals.json`: the run as its launcher saw it last; `time`: seconds since 1970, `step`: the newest.
+
+    `hubs`: what each of several does, as `Broker.servers` says.
+    """
 
     time: float
     step: NonNegativeInt
     pulses: dict[str, LastPulse]
     edges: dict[str, EdgeState]
+    hubs: dict[str, str] = Field(default_factory=dict)
 
 
 class NodeMoment(Message):
