@@ -149,7 +149,7 @@ def test_the_summary_of_a_run_has_prediction_and_bound_beside_its_measured_step(
 def test_a_run_that_goes_on_is_calibrated_from_its_versions_so_far(run_dir: Path) -> None:
     run = RunDir(run_dir)
     metrics = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    found = calibrate(run.read_graph(), metrics, [], {})
+    found = calibrate(run.read_graph(), metrics, [], {}, {})
     # A heartbeat may come in the middle of the first and the last of six firings.
     assert found.times["trainer"].mean == pytest.approx(0.3, rel=0.35)
     assert found.times["generator"].mean == pytest.approx(0.2, rel=0.2)
@@ -179,7 +179,7 @@ def test_a_directory_that_is_no_run_and_a_run_too_short_are_refused(run_dir: Pat
     with pytest.raises(UserError, match="is this a run directory"):
         calibration_of(tmp_path)
     with pytest.raises(UserError, match="at least 4 are needed"):
-        calibrate(calibration_of(run_dir).spec, [], [], {})
+        calibrate(calibration_of(run_dir).spec, [], [], {}, {})
 
 
 def test_a_run_corrects_the_rate_of_its_device(run_dir: Path) -> None:
@@ -216,5 +216,5 @@ def test_every_pipeline_has_a_prediction_above_its_bound(name: str) -> None:
     known = getattr(config_type, "__pydantic_fields__", {})
     fields: dict[str, Any] = {k: v for k, v in needed.items() if k in known} | NEEDED.get(name, {})
     spec = build(find(name), config_type(data=DATA.get(name, "not-read"), **fields)).spec()
-    predicted_s, least = expected(spec, {n.name: 0.01 * (k + 1) for k, n in enumerate(spec.nodes)})
+    predicted_s, least = expected(spec, {n.name: 0.01 * (k + 1) for k, n in enumerate(spec.nodes)}, {})
     assert least.seconds * (1 - 1e-6) <= predicted_s < 3 * least.seconds

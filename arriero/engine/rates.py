@@ -37,6 +37,13 @@ def ancestors(spec: GraphSpec, name: str) -> set[str]:
     return found
 
 
+def by_record(spec: GraphSpec, name: str) -> bool:
+    """Whether the node takes single records, several for each iteration, which may be under way together."""
+    node = _edges(spec).nodes[name]
+    takes = [i.consumes for i in node.inputs if not i.loop]
+    return node.ranks == 1 and bool(takes) and set(takes) == {1} and _repetitions(spec)[name] > 1
+
+
 def records_per_firing(spec: GraphSpec, name: str) -> dict[str, Fraction]:
     """For each source upstream of `name`: its records that go into one firing of `name`."""
     counts, nodes = _repetitions(spec), _edges(spec).nodes

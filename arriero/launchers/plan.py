@@ -153,8 +153,9 @@ def calibration_of(path: Path) -> Calibration:
         ledger = [EVENT.validate_json(line) for line in run.ledger.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: metrics.jsonl or ledger.jsonl can't be read: {error}") from error
-    firing_s = run.read_summary().firing_s if run.summary.exists() else {}
-    return calibrate(spec, metrics, ledger, firing_s)
+    summary = run.read_summary() if run.summary.exists() else None
+    firing_s, record_s = (summary.firing_s, summary.record_s) if summary else ({}, {})
+    return calibrate(spec, metrics, ledger, firing_s, record_s)
 
 
 def run_text(c: Calibration) -> str:

@@ -15,9 +15,10 @@ from arriero.engine.planner.calibrate import expected, firings
 from arriero.engine.planner.cycles import Cycle
 from arriero.engine.runtime.ledger import Ledger
 from arriero.launchers.evaluations import Evaluations, evaluation_table
+from arriero.launchers.record_times import RecordTimes
 from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.ledger import Event, Trained
-from arriero.schemas.run import NodeStatus, RoleStatus, RunSummary
+from arriero.schemas.run import NodeStatus, RecordTime, RoleStatus, RunSummary
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Account:
         self.evaluations = Evaluations()
         self._begun: dict[tuple[str, int], NodeStatus] = {}  # node, replica -> when it first had fired
         self._work: dict[tuple[str, int], NodeStatus] = {}  # at its last progress
+        self._records = RecordTimes(spec)
         self._counts: dict[tuple[str, int], Mapping[str, int]] = {}  # of the last heartbeat, or of the end
 
     def event(self, event: Event, at_s: float) -> None:
@@ -45,6 +47,7 @@ class Account:
             case Trained():
                 self._trained.append((at_s, event.reward_mean))
                 self._trainer = self._trainer or event.node
+                self._records.trained(event.origins)
             case _:
                 pass
 
@@ -56,6 +59,7 @@ class Account:
             last = self._work.get(key)
             if last is None or (node.taken, node.given, node.tokens) != (last.taken, last.given, last.tokens):
                 self._work[key] = node
+            self._records.heartbeat(node, status.replica)
             if node.taken or node.given:
                 self._begun.setdefault(key, node)
 
@@ -117,7 +121,8 @@ class Account:
         reports = [r for v in self.evaluations.versions for r in self.evaluations.report(v)]
         whole = [r.pass_at[1].value if r.pass_at else None for r in reports if not r.source]
         firing_s = self.firing_s() if self._trained else {}
-        predicted_s, bound = self._expected(firing_s)
+        record_s = self._records.found(leave_out=_WARM_UP) if firing_s else {}
+        predicted_s, bound = self._expected(firing_s, record_s)
         return RunSummary(
             state=state,
             steps=self.steps,
@@ -137,15 +142,18 @@ class Account:
             wall_s=wall_s,
             step_s=self.step_s(),
             firing_s=firing_s,
+            record_s=record_s,
             predicted_step_s=predicted_s,
             bound_step_s=bound.seconds if bound else None,
             bound_nodes=bound.nodes if bound else (),
             error=error,
         )
 
-    def _expected(self, firing_s: dict[str, float]) -> tuple[float, Cycle] | tuple[None, None]:
+    def _expected(
+        self, firing_s: dict[str, float], record_s: dict[str, RecordTime]
+    ) -> tuple[float, Cycle] | tuple[None, None]:
         try:
-            return expected(self._spec, firing_s) if firing_s else (None, None)
+            return expected(self._spec, firing_s, record_s) if firing_s else (None, None)
         except (RuntimeError, ValueError):  # how a run ended must be told, whatever the planner makes of it
             log.warning("no prediction of the step", exc_info=True)
             return None, None

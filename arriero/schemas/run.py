@@ -48,6 +48,8 @@ class NodeStatus(Message):
     """What a node does now and has done so far; times in seconds of the replica's clock.
 
     `waits_for` is empty while it works. `tokens` counts sampled (generator) or trained (trainer) tokens.
+    Of a node that works on single records: the most `at_once`, and the last (origin, seconds from taking to
+    answering it, without what held the node up).
     """
 
     node: str
@@ -60,6 +62,8 @@ class NodeStatus(Message):
     tokens: NonNegativeInt = 0
     ended: bool = False
     counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    at_once: NonNegativeInt = 0
+    took: tuple[tuple[int, NonNegativeFloat], ...] = ()
 
 
 class RoleStatus(Message):
@@ -129,15 +133,28 @@ class Moment(Message):
     version: NonNegativeInt = 0
 
 
+class RecordTime(Message):
+    """Seconds from taking a record to answering it; `at_once`: the most that a replica had under way.
+
+    `least_s` and `longest_s` are those of the records of a trained batch, in the mean over batches.
+    """
+
+    least_s: NonNegativeFloat
+    mean_s: NonNegativeFloat
+    longest_s: NonNegativeFloat
+    at_once: PositiveInt = 1
+
+
 class RunSummary(Message):
     """`summary.json`. Accuracies are shares of held-out samples with outcome `ok`, sampled as in training.
 
     `restarts` are those of each replica that was killed and started again; `health`: of how many steps each
     gate has warned.
 
-    `firing_s`: measured seconds of one firing of each node. From them alone: the step that the graph is
-    simulated to take, and the bound below which no schedule gets, held by `bound_nodes`. `lineage`: the head
-    of the record's chain.
+    `firing_s`: measured seconds of one firing of each node; `record_s`: how long one takes from its beginning
+    to its end where several are under way at once. From them alone: the step that the graph is simulated to
+    take, and the bound below which no schedule gets, held by `bound_nodes`. `lineage`: the head of the
+    record's chain.
     """
 
     state: Literal["finished", "failed", "stopped"]
@@ -160,6 +177,7 @@ class RunSummary(Message):
     wall_s: NonNegativeFloat = 0.0
     step_s: float | None = None
     firing_s: dict[str, float] = Field(default_factory=dict)
+    record_s: dict[str, RecordTime] = Field(default_factory=dict)
     predicted_step_s: float | None = None
     bound_step_s: float | None = None
     bound_nodes: tuple[str, ...] = ()

@@ -1,14 +1,15 @@
 """Component times from a recorded run, the step they predict, and what would change it.
 
 Source of the times: heartbeats, as the whole run's (`summary.json`) or as those known at each version
-(`metrics.jsonl`). A generator that works on many groups at once counts as one that does them in turn at the
-same rate.
+(`metrics.jsonl`). A node that works on many records at once has the seconds of one, from its beginning to its
+end, and its places count as replicas; while a run goes on these aren't known, and it counts as one that does
+them in turn at the same rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import cast
@@ -25,6 +26,7 @@ from arriero.engine.planner.trace import Trace
 from arriero.engine.rates import repetitions, windows
 from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.ledger import Event, Trained
+from arriero.schemas.run import RecordTime
 
 Line = Mapping[str, object]
 _WARM_UP = 2
@@ -42,25 +44,34 @@ class Calibration:
     step_s: float
     tokens: float
     versions: int
+    record_s: Mapping[str, RecordTime] = field(default_factory=dict[str, RecordTime])
 
-    def scenario(self, *, steps: int = 0) -> Scenario:
-        return Scenario(times=self.times, steps=steps or max(_STEPS, min(self.versions, 200)))
+    def simulated(self, spec: GraphSpec) -> Trace:
+        """`spec`, which is this graph or a changed one, simulated with these times."""
+        steps = max(_STEPS, min(self.versions, 200))
+        return _simulated(spec, self.times, self.record_s, steps)
 
     def predicted(self) -> Trace:
         """The same graph, simulated with these times."""
-        return simulate(self.spec, self.scenario())
+        return self.simulated(self.spec)
 
     def bound(self) -> Cycle:
         """The step below which the graph can't get with these times, and the cycle that says so."""
-        return bounded(self.spec, self.times)
+        return bounded(self.spec, self.times, self.record_s)
 
 
-def bounded(spec: GraphSpec, times: Mapping[str, Duration]) -> Cycle:
+def bounded(spec: GraphSpec, times: Mapping[str, Duration], record_s: Mapping[str, RecordTime]) -> Cycle:
     """The step below which no run with these times gets, and the cycle that says so."""
-    return bound(spec, {n: NodeTime(mean=t.mean, least=t.least) for n, t in times.items()})
+    known = {n: NodeTime(mean=t.mean, least=t.least) for n, t in times.items()}
+    for n, r in record_s.items():
+        least = r.least_s if r.at_once > 1 else known[n].least
+        known[n] = replace(known[n], least=least, longest=r.longest_s, at_once=r.at_once)
+    return bound(spec, known)
 
 
-def expected(spec: GraphSpec, firing_s: Mapping[str, float]) -> tuple[float, Cycle]:
+def expected(
+    spec: GraphSpec, firing_s: Mapping[str, float], record_s: Mapping[str, RecordTime]
+) -> tuple[float, Cycle]:
     """Seconds of a step when `spec` is simulated with firings that always take so long, and their bound.
 
     Takes seconds at most: of a very large graph fewer steps are simulated.
@@ -68,7 +79,26 @@ def expected(spec: GraphSpec, firing_s: Mapping[str, float]) -> tuple[float, Cyc
     times = {name: Fixed(seconds) for name, seconds in firing_s.items()}
     firings_a_step = sum(repetitions(spec).values())
     steps = max(_WARM_UP + 3, min(_STEPS, _FIRINGS // firings_a_step))
-    return simulate(spec, Scenario(times=times, steps=steps)).step_s(), bounded(spec, times)
+    least = bounded(spec, times, record_s)
+    return max(_simulated(spec, times, record_s, steps).step_s(), least.seconds), least
+
+
+def _simulated(
+    spec: GraphSpec, times: Mapping[str, Duration], record_s: Mapping[str, RecordTime], steps: int
+) -> Trace:
+    """Each place of a node that works on several records at once as a replica of its own."""
+    known, counts = dict(times), repetitions(spec)
+    for name, r in record_s.items():
+        if r.at_once > 1:
+            spec = with_replicas(spec, name, spec.node(name).replicas * r.at_once)
+            known[name] = _spread(r, counts[name])
+    return simulate(spec, Scenario(times=known, steps=steps))
+
+
+def _spread(r: RecordTime, number: int) -> Recorded:
+    """The records of one iteration after the other: the shortest, the longest, and the mean of all."""
+    rest = (number * r.mean_s - r.least_s - r.longest_s) / max(1, number - 2)
+    return Recorded(seconds=(r.longest_s, r.least_s, *[max(0.0, rest)] * (number - 2)), in_order=True)
 
 
 @dataclass(frozen=True)
@@ -80,11 +110,15 @@ class Advice:
 
 
 def calibrate(
-    spec: GraphSpec, metrics: Sequence[Line], ledger: Iterable[Event], firing_s: Mapping[str, float]
+    spec: GraphSpec,
+    metrics: Sequence[Line],
+    ledger: Iterable[Event],
+    firing_s: Mapping[str, float],
+    record_s: Mapping[str, RecordTime],
 ) -> Calibration:
     """Times of a run's components. Raises UserError for a run with fewer than four versions.
 
-    `firing_s`: seconds of one firing of each node over the whole run; empty if the run isn't over.
+    `firing_s`, `record_s`: those of the whole run's summary; empty if the run isn't over.
     """
     if len(metrics) < _WARM_UP + 2:
         raise UserError(
@@ -107,6 +141,7 @@ def calibrate(
         step_s=step_s,
         tokens=fmean(trained) if trained else 0.0,
         versions=len(metrics),
+        record_s=record_s,
     )
 
 
@@ -118,7 +153,7 @@ def advice(c: Calibration) -> list[Advice]:
         least = now  # what a milder bound reaches
         for more in (1, 2, 4):
             if more > loop.staleness:
-                step = simulate(with_staleness(c.spec, loop.name, more), c.scenario()).step_s()
+                step = c.simulated(with_staleness(c.spec, loop.name, more)).step_s()
                 if step < _WORTH * least:
                     found.append(Advice(f"staleness {more} instead of {loop.staleness}", step))
                 least = min(step, least)
@@ -135,13 +170,13 @@ def one_more(c: Calibration) -> dict[str, Advice]:
     for n in c.spec.nodes:
         if any(loop.producer == n.name for loop in c.spec.loops):
             shorter = Fixed(c.times[n.name].mean * n.ranks / (n.ranks + 1))
-            scenario = replace(c.scenario(), times={**c.times, n.name: shorter})
+            faster = replace(c, times={**c.times, n.name: shorter})
             words = f"{n.ranks + 1} ranks of {n.name}, if it scales"
-            found[n.name] = Advice(words, simulate(c.spec, scenario).step_s())
+            found[n.name] = Advice(words, faster.predicted().step_s())
         elif n.inputs and n.ranks == 1 and not any(i.consumes > 1 for i in n.inputs):
             words = f"{n.replicas + 1} replicas of {n.name}, on devices of their own"
             spec = with_replicas(c.spec, n.name, n.replicas + 1)
-            found[n.name] = Advice(words, simulate(spec, c.scenario()).step_s())
+            found[n.name] = Advice(words, c.simulated(spec).step_s())
     return found
 
 

@@ -3,11 +3,16 @@
 Every iteration k of the graph (one version) gives each node two moments: its first and its last output. Edges
 say which moment waits for which, how long, and of how many iterations before (its tokens):
 
-    last of n    waits for  first of n, its work / replicas          0 tokens   (a burst takes its time)
-    last of n    waits for  last of n, its work / replicas           1 token    (a replica does one at a time)
-    n            waits for  what feeds it, one firing                0 tokens
+    last of n    waits for  first of n, the turns of its replicas    0 tokens   (a burst takes its time)
+    last of n    waits for  last of n, its work / replicas           1 token    (replicas do no more)
+    n            waits for  what feeds it, its shortest firing       0 tokens
+    last of n    waits for  the first that feeds it, its longest     0 tokens   (a batch takes its slowest)
     source       waits for  the loop's producer, the weight sync     staleness + 1 tokens
     n            waits for  its readers, if its edge is bounded      capacity in iterations, rounded up
+
+An iteration's firings are those that its version came from, so that these times may be means over versions:
+the largest of several sums is, in the mean, no smaller than the largest sum of means. What was dropped isn't
+among them.
 
 The step is at least the largest (sum of times) / (sum of tokens) over all cycles. Source: Baccelli et al.,
 "Synchronization and Linearity", 1992, theorem 3.28; algorithm: Howard's policy iteration as in
@@ -44,10 +49,16 @@ class Cycle:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTime:
-    """Seconds of one firing of a node: the mean, and the least that can occur (the mean if all are equal)."""
+    """Seconds of one firing of a node: its share of the node's work, and from its beginning to its end.
+
+    `mean` is the work: a replica with up to `at_once` firings under way takes less for each than it lasts.
+    `least` and `longest` are those of an iteration's firings; without knowing, the least that can occur.
+    """
 
     mean: float
     least: float
+    longest: float = 0.0
+    at_once: int = 1
 
 
 def arcs(spec: GraphSpec, times: Mapping[str, NodeTime], *, sync_s: float = 0.0) -> list[Arc]:
@@ -57,13 +68,15 @@ def arcs(spec: GraphSpec, times: Mapping[str, NodeTime], *, sync_s: float = 0.0)
         t, firings = times.get(n.name, NodeTime(mean=0.0, least=0.0)), counts[n.name]
         first, last = f"{n.name}:first", f"{n.name}:last"
         found.append(Arc(last, last, firings * t.mean / n.replicas, 1))
-        found.append(Arc(first, last, max(0, math.ceil(firings / n.replicas) - 1) * t.least, 0))
+        turns = math.ceil(firings / (n.replicas * t.at_once))
+        found.append(Arc(first, last, max(0, turns - 1) * t.least, 0))
         for i in n.inputs:
             if i.loop:
                 continue
             whole = firings == 1 and counts[i.source] >= 1
             found.append(Arc(f"{i.source}:{'last' if whole else 'first'}", first, t.least, 0))
             found.append(Arc(f"{i.source}:last", last, t.least, 0))
+            found.append(Arc(f"{i.source}:first", last, t.longest, 0))
     for w in windows(spec):
         per = counts[w.producer]
         if per != 1:

@@ -123,7 +123,7 @@ class EdgeSource(Generic[R]):
         if (record := self.poll()) is not None:
             return record
         # One wait, however often a lease comes back empty meanwhile: or it would never reach its bound.
-        return None if self.ended else await self._clock.wait(self._arrival(), self.name)
+        return None if self.ended else await self._clock.wait(self._arrival(), self.name, for_records=True)
 
     async def _arrival(self) -> R | None:
         while True:
@@ -154,6 +154,7 @@ class EdgeSource(Generic[R]):
     def answer(self, key: str) -> None:
         """The taken record `key` has its answer."""
         if (held := self.taken.pop(key, None)) is not None:
+            self._clock.answer(key, held[1].origins)
             self._answered[held[1].id] = None
             if len(self._answered) > _REMEMBERED:
                 del self._answered[next(iter(self._answered))]
@@ -171,6 +172,7 @@ class EdgeSource(Generic[R]):
 
     def forget(self, key: str) -> Lease:
         """The lease of the taken record `key`, which is about to be given back."""
+        self._clock.forget(key)
         return self.taken.pop(key)[0]
 
     def came_back(self) -> None:
@@ -199,8 +201,7 @@ class EdgeSource(Generic[R]):
         if (record := self._accept(lease, arrived)) is None:
             return None
         self.taken[self._key(record)] = (lease, record)
-        self._clock.start()
-        self._clock.taken += 1
+        self._clock.take(self._key(record))
         return record
 
     async def _fetch(self) -> None:

@@ -22,6 +22,7 @@ from arriero.engine.component import Recovers
 from arriero.engine.fused import fused_edges
 from arriero.engine.graph import Graph, PerRecord
 from arriero.engine.patience import HELD_UP
+from arriero.engine.rates import by_record
 from arriero.engine.runtime.context import Context, enter
 from arriero.engine.runtime.frontier import FrontierFold
 from arriero.engine.runtime.guard import (
@@ -72,7 +73,7 @@ class NodeRunner:
         node = graph.nodes[name]
         self.graph, self.spec, self.node, self.broker, self.options = graph, spec, node, broker, options
         self.progress, self.world = progress, world
-        self.clock = NodeClock(name, bound_s=options.wait_bound_s)
+        self.clock = NodeClock(name, bound_s=options.wait_bound_s, ages=by_record(spec, name))
         self.context = replace(context, count=self.clock.count)
         self._run: Any = node.component.run
         self._produces = node.rates.produces
