@@ -270,6 +270,26 @@ def test_a_path_that_leads_nowhere_is_named(path: str) -> None:
         resolve(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def f(\n", "SyntaxError: '(' was never closed (toy_broken.py:1)"),
+        ("x = 1\ny = {}['no']\n", "KeyError: 'no' (toy_broken.py:2)"),
+        ("int('many')\n", "ValueError: invalid literal for int() with base 10: 'many' (toy_broken.py:1)"),
+        ("import no_such_thing\n", "ModuleNotFoundError: No module named 'no_such_thing' (toy_broken.py:1)"),
+        ("raise SystemExit(3)\n", "SystemExit: 3 (toy_broken.py:1)"),
+    ],
+)
+def test_a_module_that_fails_is_told_by_its_line(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_broken.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(GraphError) as caught:
+        resolve("toy_broken:f")
+    assert str(caught.value) == f"'toy_broken:f' can't be imported: {told}"
+
+
 def test_a_configuration_that_does_not_fit_is_named_in_one_line() -> None:
     with pytest.raises(GraphError) as caught:
         build(import_path(Sampling), {"max_new_tokens": 0, "temperature": "hot"})

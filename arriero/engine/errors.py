@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 if TYPE_CHECKING:
     from arriero.schemas.ledger import Unhealthy
+
+# Our own code, Python's and what is installed.
+_NOT_THE_USERS = (
+    Path(__file__).parents[1],
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 class UserError(ValueError):
@@ -26,7 +35,7 @@ class StepRefused(UserError):
         self.findings = findings
 
 
-def one_line(error: Exception, limit: int = 300) -> str:
+def one_line(error: BaseException, limit: int = 300) -> str:
     """What is wrong, without line breaks; of a pydantic error each field with the value it got.
 
     An error that says nothing is called by its class.
@@ -37,6 +46,26 @@ def one_line(error: Exception, limit: int = 300) -> str:
         text = "; ".join(f"{_field(e['loc'])}{_reason(e['msg'])} (got {_short(e['input'])})" for e in found)
     text = " ".join(text.split()) or type(error).__name__
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def describe(error: BaseException) -> str:
+    """Type and message in one line; with the line of the user's own code, if it was raised from there."""
+    place = users_line(error)
+    said = error.msg if isinstance(error, SyntaxError) else one_line(error)
+    return f"{type(error).__name__}: {said}{f' ({place})' if place else ''}"
+
+
+def users_line(error: BaseException) -> str:
+    """`file.py:7` of the user's own code that `error` came from; empty if it came from none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith("<frozen") and not _ours(Path(f.filename))]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+
+
+def _ours(file: Path) -> bool:
+    return any(folder in file.parents for folder in _NOT_THE_USERS)
 
 
 def _field(place: tuple[int | str, ...]) -> str:

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, JsonValue
 
-from arriero.engine.errors import GraphError, one_line
+from arriero.engine.errors import GraphError, describe, one_line, users_line
 
 NOT_FINITE = "isn't finite; give a number, a large one where nothing is to be limited"
 
@@ -49,13 +49,18 @@ def import_path(obj: object) -> str:
 
 
 def resolve(path: str) -> Any:
-    """The object at `module:qualified.name`. Raises GraphError naming the part that is missing."""
+    """The object at `module:qualified.name`.
+
+    Raises GraphError naming the part that is missing, or the line of the module that fails.
+    """
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # a module may do anything while it is imported
+        if users_line(error):
+            raise GraphError(f"{path!r} can't be imported: {describe(error)}") from error
         raise GraphError(f"{path!r} can't be imported ({error}); write it as package.module:name") from error
     return found
 

@@ -35,7 +35,7 @@ from arriero.components.policy import load_tokenizer, said
 from arriero.components.rollout_engine import Completion, Request, open_engine
 from arriero.components.verifiers.quarantine import Quarantine
 from arriero.components.verifiers.version import reward_version
-from arriero.engine.errors import UserError
+from arriero.engine.errors import UserError, describe
 from arriero.engine.runtime.context import Context, entered
 from arriero.schemas.messages import (
     Dropped,
@@ -271,7 +271,7 @@ class EpisodeDecoding:
                 self._report.tell([(one.prompt, str(error))])
             self._over(one, score=Score(value=0.0, outcome=Outcome.WRONG))
             return
-        detail = f"{type(error).__name__}: {error}"[:300]
+        detail = describe(error)[:300] if error is not None else "it gave no answer"
         self._context.count("episodes_error", 1)
         log.warning("episode %s: the environment failed: %s", one.key, detail, exc_info=error)
         self._over(one, score=Score(value=0.0, outcome=Outcome.ERROR, detail=detail))

@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from arriero.components.gym_rows import GYM, gym_scorer
 from arriero.components.prompts import PromptSource
-from arriero.components.verifiers.reward import STRICT, Isolated, describe, no_verdict, verdict
-from arriero.engine.errors import UserError
+from arriero.components.verifiers.reward import STRICT, Isolated, no_verdict, verdict
+from arriero.engine.errors import UserError, describe
 from arriero.engine.graph import GraphView
 from arriero.schemas.messages import Outcome, Prompt, Rollout, Score
 

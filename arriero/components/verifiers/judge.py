@@ -32,11 +32,10 @@ from arriero.components.verifiers.reward import (
     Canary,
     RolloutReward,
     Scorer,
-    describe,
     no_verdict,
     verdict,
 )
-from arriero.engine.errors import UserError
+from arriero.engine.errors import UserError, describe
 from arriero.engine.runtime.context import count
 from arriero.schemas.messages import Outcome, Prompt, Rollout, Score
 

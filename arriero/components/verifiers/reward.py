@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sysconfig
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-import arriero
+from arriero.engine.errors import describe
 from arriero.engine.stream import Stream
 from arriero.schemas.messages import Dropped, Outcome, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
@@ -37,11 +34,6 @@ log = logging.getLogger(__name__)
 STRICT = ConfigDict(extra="forbid")
 T = TypeVar("T")
 _DETAIL = 300
-# Our own code, Python's and what is installed.
-_NOT_THE_USERS = (
-    Path(arriero.__file__).parent,
-    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
 
 
 @plain_dataclass(frozen=True, kw_only=True)
@@ -193,11 +185,3 @@ def verdict(right: bool, detail: str = "") -> Score:
 def no_verdict(detail: str, outcome: Outcome = Outcome.ERROR) -> Score:
     """0.0 to have a number, and why it means nothing."""
     return Score(value=0.0, outcome=outcome, detail=" ".join(detail.split())[:_DETAIL])
-
-
-def describe(error: BaseException) -> str:
-    """Type and message in one line; with the line of the user's own code, if it was raised from there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not any(p in Path(f.filename).parents for p in _NOT_THE_USERS)]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

@@ -20,10 +20,10 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from arriero.components.verifiers.reward import Isolated, describe, no_verdict
+from arriero.components.verifiers.reward import Isolated, no_verdict
 from arriero.components.verifiers.wire import HEADER_BYTES, Done, Job, Ready, Setup, Verdict, frame
 from arriero.engine.codec import decode
-from arriero.engine.errors import UserError
+from arriero.engine.errors import UserError, describe
 from arriero.engine.portable import from_json
 from arriero.schemas.messages import Outcome, Prompt, Rollout, Score
 

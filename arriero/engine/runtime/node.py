@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from arriero.engine.backlog import Backlog
 from arriero.engine.broker import Broker, Lease
 from arriero.engine.component import Recovers
+from arriero.engine.errors import describe
 from arriero.engine.fused import fused_edges
 from arriero.engine.graph import Graph, PerRecord
 from arriero.engine.patience import HELD_UP
@@ -240,7 +241,7 @@ class NodeRunner:
                 await self.emit(out)
                 continue
             self.clock.count("failed_records", 1)
-            detail = f"{type(failure).__name__}: {failure}"
+            detail = describe(failure)
             await self.intake.failed(source.forget(item.id), item.origins, detail)
             source.came_back()
 
