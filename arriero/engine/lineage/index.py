@@ -8,8 +8,10 @@ What is kept is derived, and never trusted further than its hashes reach; see `s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from pydantic import NonNegativeInt
@@ -27,6 +29,9 @@ from arriero.schemas.messages import Message
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+SAID = "id, number, text_part, text_start, text_size"  # of `rollouts`: whose texts lie where
 
 
 class Texts(Message):
@@ -97,27 +102,31 @@ class Index:
             raise UserError(f"{error}; the tables are {', '.join(NAMES)}") from error
         return found
 
+    def arrow(self, query: str, values: Sequence[object] = ()) -> pa.Table:
+        """The same as Arrow, where rows are many."""
+        found: pa.Table = self._connection.sql(query, params=list(values)).to_arrow_table()
+        return found
+
     def texts(self, rollouts: Sequence[str]) -> dict[str, Texts]:
         """What prompt and response of these rollouts say; a redacted one isn't among them."""
-        spaces, found = Spaces(self.url), dict[str, Texts]()
-        query = (
-            "select id, number, text_part as part, text_start as start, text_size as size from rollouts "
-            "where id in (select unnest(?)) order by text_part, text_start"
-        )
-        last, said = (-1, -1), dict[str, Any]()
-        for row in self.rows(query, [list(rollouts)]):
-            if (row["part"], row["start"]) != last:  # else one of the same group
-                last = (row["part"], row["start"])
-                place = Place(part=row["part"], start=row["start"], size=row["size"])
-                data = spaces.read("text", place, "bytes")["bytes"].tobytes()
-                said = json.loads(data[SALT_BYTES:]) if any(data) else dict[str, Any]()
-            if said:
-                found[row["id"]] = Texts(
-                    prompt=said["prompt"]["text"], answer=said["prompt"]["answer"],
-                    response=said["responses"][row["number"]],
-                    detail=(said["details"] or {row["number"]: ""})[row["number"]],
+        query = f"select {SAID} from rollouts where id in (select unnest(?))"
+        return dict(self.said(self.rows(query, [list(rollouts)])))
+
+    def said(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Texts]]:
+        """Id and texts of the rollouts whose columns `SAID` these are, in the order of their places."""
+        spaces, stored = Spaces(self.url), itemgetter("text_part", "text_start", "text_size")
+        for (part, start, size), group in groupby(sorted(rows, key=stored), key=stored):
+            data = spaces.read("text", Place(part=part, start=start, size=size), "bytes")["bytes"].tobytes()
+            if not any(data):
+                continue
+            said: dict[str, Any] = json.loads(data[SALT_BYTES:])
+            prompt, responses, details = said["prompt"], said["responses"], said["details"]
+            for row in group:
+                k = row["number"]
+                yield row["id"], Texts(
+                    prompt=prompt["text"], answer=prompt["answer"], response=responses[k],
+                    detail=details[k] if details else "",
                 )  # fmt: skip
-        return found
 
     # --- the rows -----------------------------------------------------------------------------------------
 

@@ -1,27 +1,31 @@
 """The rollouts of a record, a page at a time: filtered and ordered by its tables, searched in its texts.
 
 Nothing is held but the rows of one page, so that a page of a million rollouts costs what a page of ten does.
+A search also holds where the texts lie.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field, FiniteFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from arriero.engine.errors import UserError
-from arriero.engine.lineage.index import Index, Texts
+from arriero.engine.lineage.index import SAID, Index, Texts
 from arriero.engine.lineage.spaces import Spaces
 from arriero.launchers.report_rollouts import Pieces, token_class
 from arriero.schemas.lineage import Place
 from arriero.schemas.messages import Finish, Message, Outcome, Split
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _SEARCH_S = 1.5  # of looking into texts, then what was found is shown
-_BLOCK = 2048  # rollouts whose texts are read at a time
+_BLOCK = 2048  # rollouts whose texts are read at a time, and more as the time allows
 _SNIPPET = 240
 _MOST_TOKENS = 8192
 
@@ -123,33 +127,37 @@ class One:
 def page(index: Index, asked: Asked) -> Page:
     """The rollouts asked for; a search that takes long ends where it is, and says so."""
     where, values = _where(asked)
-    ((total,),) = [
-        tuple(r.values()) for r in index.rows(f"{_KNOWN} select count(*) from known{where}", values)
-    ]
-    query = f"{_KNOWN} select * from known{where} order by {_ORDERS[asked.order]} limit ? offset ?"
-    if not asked.text:
-        rows = index.rows(query, [*values, asked.count, asked.start])
-        searched = asked.start + len(rows)
-        lines = _lines(rows, index.texts([r["id"] for r in rows]))
-        return Page(lines=lines, total=total, searched=searched, after=searched if searched < total else None)
-    return _searched(index, asked, total, lambda at: index.rows(query, [*values, _BLOCK, at]))
+    fitting = f"from known{where}"
+    ordered = f"{fitting} order by {_ORDERS[asked.order]}"
+    if asked.text:
+        return _searched(index, asked, index.arrow(f"{_KNOWN} select {SAID} {ordered}", values))
+    ((total,),) = [tuple(r.values()) for r in index.rows(f"{_KNOWN} select count(*) {fitting}", values)]
+    query = f"{_KNOWN} select * {ordered} limit ? offset ?"
+    rows = index.rows(query, [*values, asked.count, asked.start])
+    searched = asked.start + len(rows)
+    lines = _lines(rows, index.texts([r["id"] for r in rows]))
+    return Page(lines=lines, total=total, searched=searched, after=searched if searched < total else None)
 
 
-def _searched(index: Index, asked: Asked, total: int, block: Callable[[int], list[dict[str, Any]]]) -> Page:
-    wanted, at, until = asked.text.casefold(), asked.start, time.monotonic() + _SEARCH_S
-    found: list[Line] = []
+def _searched(index: Index, asked: Asked, places: pa.Table) -> Page:
+    """Looks into the texts at `places`, in their order, block by block: of each as they are stored."""
+    wanted, total, at, size = asked.text.casefold(), places.num_rows, asked.start, _BLOCK
+    began, found = time.monotonic(), list[str]()
+    until = began + _SEARCH_S
     while at < total and len(found) < asked.count and (time.monotonic() < until or at == asked.start):
-        if not (rows := block(at)):
-            break
-        texts = index.texts([r["id"] for r in rows])
-        for row in rows:
+        block: list[dict[str, Any]] = places.slice(at, size).to_pylist()
+        hits = {name for name, texts in index.said(block) if _holds(texts, wanted)}
+        for row in block:
             at += 1
-            said = texts.get(row["id"])
-            if said is not None and any(wanted in text.casefold() for text in _said(said)):
-                found += _lines([row], texts)
-                if len(found) == asked.count:
-                    break
-    return Page(lines=tuple(found), total=total, searched=at, after=at if at < total else None)
+            found += [row["id"]] if row["id"] in hits else []
+            if len(found) == asked.count:
+                break
+        took_s = time.monotonic() - began
+        size = max(_BLOCK, min(4 * size, int((at - asked.start) / took_s * (_SEARCH_S - took_s))))
+    query = f"{_KNOWN} select * from known where id in (select unnest(?))"
+    rows = {row["id"]: row for row in index.rows(query, [found])} if found else {}
+    lines = _lines([rows[name] for name in found], index.texts(found))
+    return Page(lines=lines, total=total, searched=at, after=at if at < total else None)
 
 
 def one(index: Index, name: str, pieces: Pieces | None) -> One:
@@ -197,8 +205,9 @@ def _lines(rows: Sequence[dict[str, Any]], texts: dict[str, Texts]) -> tuple[Lin
     )  # fmt: skip
 
 
-def _said(texts: Texts) -> tuple[str, ...]:
-    return (texts.response, texts.prompt, texts.answer, texts.detail)
+def _holds(texts: Texts, wanted: str) -> bool:
+    said = (texts.response, texts.prompt, texts.answer, texts.detail)
+    return any(wanted in text.casefold() for text in said)
 
 
 def _tokens(
