@@ -48,7 +48,7 @@ def rendered(spec: GraphSpec, on: profile.Cluster) -> tuple[float, int]:
     """Seconds to plan and render the launch on a scheduler, and the bytes of its script or manifest."""
     began = time.perf_counter()
     given = profile.Profile(on=on, gpus=1, image="registry.example/arriero", python="python3")
-    made = plan(spec, given, run_id=RUN, run_dir="/runs/storm", description=Path("/tmp"), code="c0de")
+    made = plan(spec, given, run_id=RUN, run_dir="/runs/storm", description=Path("/tmp"), code="c0de", hubs=1)
     text = jobs.rendered(made)
     return time.perf_counter() - began, len(text)
 

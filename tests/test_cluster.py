@@ -255,6 +255,33 @@ def test_on_several_nodes_the_largest_tasks_begin_first_and_a_role_may_use_any_o
     assert "--nodes=1-2" in steps[3]
 
 
+def test_three_hubs_are_a_step_of_the_first_and_one_of_the_others_on_different_nodes() -> None:
+    text = script(placed(Profile(slurm=SlurmNeeds(mode="packed", nodes=3)), hubs=3))
+    steps = [shlex.split(line.rstrip("\\")) for line in text.splitlines() if line.startswith("srun")]
+    (others,) = (words for words in steps if "--job-name=hubs" in words)
+    assert {"--ntasks=2", "--nodes=2", "--ntasks-per-node=1", "ARRIERO_FIRST=1"} <= {*others}
+    program = next(line for line in text.splitlines() if "hub_peer" in line)
+    assert program.endswith("arriero.launchers.hub_peer --run-dir /shared/toy-1 --arrive-s 900 "
+                            "--replica SLURM_PROCID --hubs 3 &")  # fmt: skip
+    lines = text.splitlines()
+    assert "arriero.launchers.conduct" in lines[lines.index("hub=$!") - 1], (
+        "the first decides when it is over"
+    )
+    (options,) = sbatch_options(text)
+    # 3 x 2 CPUs of hubs and 5 of roles on three nodes; one more, lest a task of two find one on each.
+    assert {"--nodes=3", "--cpus-per-task=5"} <= {*options}
+
+
+def test_no_role_is_called_like_the_hubs_when_there_are_several() -> None:
+    spec = toy_graph().check()
+    named = spec.model_copy(
+        update={"nodes": (spec.nodes[0].model_copy(update={"role": "hubs"}), *spec.nodes[1:])}
+    )
+    placed(Profile(), named)
+    with pytest.raises(GraphError, match="the other hubs and hubs are both called hubs"):
+        placed(Profile(), named, hubs=3)
+
+
 def test_a_script_is_one_that_bash_reads(tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
     file.write_text(script(placed(Profile(gpus=1, env={"QUOTED": "it's $HOME"}), ranks=2)))

@@ -63,6 +63,28 @@ def test_a_job_with_everything_is_valid_for_kubernetes() -> None:
     assert container["command"][-4:] == ["--replica", "VC_TASK_INDEX", "--ranks", "2"]
 
 
+def test_three_hubs_are_a_task_of_the_first_and_one_of_the_others_on_different_nodes() -> None:
+    pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    from tests.cluster.admission import problems
+
+    job = volcano_job(placed(EVERYTHING, hubs=3))
+    assert problems(job) == []
+    first, others, *_ = job["spec"]["tasks"]
+    assert [(t["name"], t["replicas"]) for t in (first, others)] == [("hub", 1), ("hubs", 2)]
+    assert job["spec"]["minAvailable"] == 8
+    assert {"event": "TaskCompleted", "action": "CompleteJob"} in first["policies"]
+    assert {"event": "TaskCompleted", "action": "CompleteJob"} not in others["policies"]
+    assert others["template"]["spec"]["restartPolicy"] == "OnFailure"
+    for task in (first, others):
+        affinity = task["template"]["spec"]["affinity"]
+        (term,) = affinity["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+        assert "podAffinity" in affinity, "the zone that all share stays as it was"
+    (container,) = others["template"]["spec"]["containers"]
+    assert container["command"][-4:] == ["--replica", "VC_TASK_INDEX", "--hubs", "3"]
+    assert {"name": "ARRIERO_FIRST", "value": "1"} in container["env"]
+
+
 def test_a_replica_that_joins_is_a_valid_job_of_the_run_with_the_needs_of_its_role() -> None:
     pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     from arriero.launchers.volcano_job import opening

@@ -136,6 +136,26 @@ def test_a_container_that_is_killed_starts_again_and_the_run_goes_on(cluster: Cl
     assert cluster.run.read_summary().restarts == {"generator-0": 1}
 
 
+def test_a_run_with_three_hubs_goes_on_when_one_of_them_is_killed(cluster: Cluster) -> None:
+    handle = cluster.submit("--steps", "150", "--hub.replicas", "3")
+    cluster.until(lambda: cluster.steps() >= 2)
+    hub = cluster.pod("hubs-1")
+    assert hub.process is not None
+    for process in (
+        psutil.Process(hub.process.pid),
+        *psutil.Process(hub.process.pid).children(recursive=True),
+    ):
+        process.kill()
+    before = cluster.steps()
+    cluster.until(lambda: cluster.steps() >= before + 3)
+    cluster.until(lambda: hub.restarts == 1)
+    told = json.loads(cluster.arriero("status", handle, "--json").stdout)
+    assert len(told["replicas"]["hub"]) == 3
+    assert cluster.arriero("logs", handle, "hub-2").returncode == 0
+    cluster.until(lambda: cluster.job().phase == "Completed", 300)
+    assert cluster.run.read_summary().steps == 150
+
+
 def test_a_cancelled_run_stops_in_order(cluster: Cluster) -> None:
     handle = cluster.submit("--steps", "100000")
     cluster.until(lambda: cluster.steps() >= 2)

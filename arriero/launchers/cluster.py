@@ -17,12 +17,14 @@ from torchx.specs import AppDef, BindMount, Resource, Role, VolumeMount, macros,
 
 from arriero.engine.errors import GraphError, UserError
 from arriero.launchers.appdef import HUB, computes, shapes
+from arriero.launchers.place import FIRST
 from arriero.launchers.profile import Profile, RoleNeeds, Where
 from arriero.launchers.rundir import read_json, write_json
 from arriero.launchers.ship import FOLDER
 from arriero.schemas.graph import GraphSpec, NodeSpec
 from arriero.schemas.messages import Message
 
+HUBS = "hubs"  # what schedulers call the hubs beside the first
 PLAN = "arriero"  # the plan in the metadata of a TorchX app
 JOB_FILE, PLAN_FILE, GUESTS_FILE = "job.json", "plan.json", "guests.json"
 BUNDLE_MOUNT = "/arriero"  # where pods find the code and the description of the run
@@ -123,11 +125,14 @@ def guest_plan(plan: Plan, role: str) -> Plan:
 
 
 def plan(
-    spec: GraphSpec, profile: Profile, *, run_id: str, run_dir: str, description: Path, code: str
+    spec: GraphSpec, profile: Profile, *, run_id: str, run_dir: str, description: Path, code: str, hubs: int
 ) -> Plan:
     """Where the roles of `spec` go. Raises GraphError and UserError for what the cluster can't take."""
     places = [_place(HUB, HUB, profile, profile.hub, ())]
     names = {HUB: HUB}
+    if hubs > 1:
+        names[HUBS] = "the other hubs"
+        places.append(_peers(places[0], hubs - 1))
     for role, nodes in shapes(spec).items():
         name = scheduler_name(role)
         if name in names:
@@ -178,6 +183,9 @@ def _hashed(name: str, whole: str, chars: int) -> str:
 def command(plan: Plan, place: Place, replica: str) -> list[str]:
     """What a task runs, after `start_words`; `replica` is its number or the variable that holds it."""
     arrive = ["--run-dir", plan.run_dir, "--arrive-s", f"{plan.profile.arrive_s:g}"]
+    if place.name == HUBS:
+        hubs = str(1 + place.tasks)
+        return ["arriero.launchers.hub_peer", *arrive, "--replica", replica, "--hubs", hubs]
     if place.role == HUB:
         several = [w for p in plan.places if p.hosts > 1 for w in ("--hosts", f"{p.role}={p.hosts}")]
         bundle = [] if plan.start.startswith(plan.run_dir) else ["--bundle", str(Path(plan.start).parent)]
@@ -241,6 +249,11 @@ def _place(role: str, name: str, profile: Profile, needs: RoleNeeds, nodes: tupl
             "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **profile.env, **needs.env,
         },
     )  # fmt: skip
+
+
+def _peers(hub: Place, count: int) -> Place:
+    """The hubs that replicate the first one."""
+    return hub.model_copy(update={"name": HUBS, "tasks": count, "env": {**hub.env, FIRST: "1"}})
 
 
 def _hosts(role: str, ranks: int, gpus: int, gpus_per_node: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +23,6 @@ from tempfile import TemporaryDirectory
 from arriero.engine.broker import BrokerError
 from arriero.engine.claims import ClaimChecked
 from arriero.engine.errors import UserError
-from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_access import Access, Account
 from arriero.engine.nats_server import NatsServer, start_server
 from arriero.engine.runtime.journal import record
@@ -37,10 +37,12 @@ from arriero.launchers.hub import (
     access,
     claim_store,
     clean,
+    connect,
     edges,
     logs,
     publish,
 )  # fmt: skip
+from arriero.launchers.hubs import Site, meet
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.place import attempt, own_address
 from arriero.launchers.resuming import fill_ledger, go_on, prepared
@@ -74,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         can_write(options.sinks, prometheus=options.metrics_port is not None)
         # The messages stay on this host: a file system of many hosts is slow, and doesn't map files.
         with TemporaryDirectory(prefix="arriero-broker-") as store:
-            server = LastingServer(run.path / BROKER, Path(store), _access(spec, options))
+            server = LastingServer(
+                run.path / BROKER, Path(store), cluster_access(spec, options),
+                _met(run.path / BROKER, options.hubs, args.arrive_s),
+            )  # fmt: skip
             try:
                 code = asyncio.run(_conduct(spec, options, run, server, hosts, args.log, args.arrive_s))
             finally:
@@ -125,13 +130,24 @@ def _put_aside(run: RunDir) -> Path:
     return earlier
 
 
-class LastingServer:
-    """A broker that starts again when it ends: Slurm sends SIGTERM to every process of a job."""
+def _met(broker: Path, hubs: int, bound_s: float) -> Site | None:
+    """The site of the first of several hubs. Raises BrokerError that names who is missing."""
+    if hubs == 1:
+        return None
+    token = secrets.token_urlsafe(32)
+    return meet(broker, 0, hubs, token=token, public=own_address(), attempt=attempt(), bound_s=bound_s)
 
-    def __init__(self, folder: Path, store: Path, access: Access) -> None:
-        self._folder, self._store, self._access = folder, store, access
+
+class LastingServer:
+    """A broker that starts again when it ends: Slurm sends SIGTERM to every process of a job.
+
+    `site`: that of the first of several, whose `url` names all of them.
+    """
+
+    def __init__(self, folder: Path, store: Path, access: Access, site: Site | None = None) -> None:
+        self._folder, self._store, self._access, self._site = folder, store, access, site
         self._server = self._start(0, "")
-        self.url, self.token = self._server.url, self._server.token
+        self.url, self.token = site.url if site else self._server.url, self._server.token
 
     async def last(self, came_back: Callable[[int, str], Awaitable[None]]) -> None:
         """Without end; `came_back` is told how often it has started again, and why.
@@ -157,13 +173,15 @@ class LastingServer:
         self._server.stop(timeout_s=2.0)
 
     def _start(self, port: int, token: str) -> NatsServer:
+        if self._site is not None:
+            return self._site.start(self._access, store=self._store, timeout_s=60)
         return start_server(
             self._folder, store=self._store, port=port, token=token, public=own_address(),
             access=self._access, timeout_s=60,
         )  # fmt: skip
 
 
-def _access(spec: GraphSpec, options: RunOptions) -> Access:
+def cluster_access(spec: GraphSpec, options: RunOptions) -> Access:
     """That of the roles, and that of the agents that start them."""
     own = access(spec, options)
     agent = Account(name=AGENT, writes=(CREW_LOG, ORDERS_LOG), beats=False)
@@ -180,14 +198,15 @@ async def _conduct(
     arrive_s: float,
 ) -> int:
     async with interrupts() as interrupted:
-        link = await NatsBroker.connect(server.url, server.token, run=options.run_id)
+        link = await connect(server.url, server.token, options)
 
         async def declare() -> None:
             await link.declare(edges(spec, options), [*logs(spec), CREW_LOG, ORDERS_LOG])
 
         async def came_back(count: int, why: str) -> None:
             print(f"arriero: {why}; it has started again", file=sys.stderr, flush=True)
-            await declare()  # what stood in memory only
+            if options.hubs == 1:
+                await declare()  # what stood in memory only
             await record(link, Restarted(name="nats-server", number=count, why=why))
 
         try:

@@ -36,10 +36,6 @@ def chosen(ready: Ready) -> Profile:
     on = None if given.on == "local" else given.on
     if given.inline:
         raise UserError("--inline runs everything in this process; leave it or --on out")
-    if given.hub.replicas > 1:
-        raise UserError(
-            f"hub.replicas = {given.hub.replicas}: on a cluster a run has one hub so far; leave it out"
-        )
     return read_profile(on, given.profile)
 
 

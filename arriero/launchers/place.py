@@ -7,6 +7,7 @@ import socket
 
 HOST = "ARRIERO_HOST"  # the address of this host, where the job's description sets it
 ATTEMPT = "ARRIERO_ATTEMPT"
+FIRST = "ARRIERO_FIRST"  # the number of the first replica that a task of the scheduler starts, if not 0
 DEAF = "ARRIERO_DEAF"  # a role that an agent started: SIGTERM, which Slurm sends to all, is for the hub
 
 

@@ -130,7 +130,7 @@ def placed(ready: Ready, profile: Profile, begun: Begun, code: Code) -> Plan:
 
     return plan(
         ready.spec, profile, run_id=begun.options.run_id, run_dir=begun.seen_as, description=begun.run.path,
-        code=code.digest,
+        code=code.digest, hubs=ready.options.hub.replicas,
     )  # fmt: skip
 
 

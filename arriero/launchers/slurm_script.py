@@ -9,16 +9,16 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from arriero.launchers.cluster import Place, Plan, command, start_words
+from arriero.launchers.cluster import HUBS, Place, Plan, command, start_words
 from arriero.launchers.conduct import PREEMPTED
-from arriero.launchers.place import ATTEMPT
+from arriero.launchers.place import ATTEMPT, FIRST
 from arriero.launchers.profile import SlurmNeeds
 
 JOB_LOG = "job.log"
 _LEAVE_S = 20  # for agents that have been told to leave
 
 # Not by srun's --output, in which 24.11 doesn't know the number of a task.
-_TASK = """task='exec "$@" >> "$0$SLURM_PROCID.log" 2>&1'"""
+_TASK = f"""task='exec "$@" >> "$0$((SLURM_PROCID + ${{{FIRST}:-0}})).log" 2>&1'"""
 # On several nodes the largest tasks go first: others would take a part of the place of one.
 _BEGUN = """\
 begun() {
@@ -165,6 +165,8 @@ def _size(place: Place) -> tuple[int, int, int]:
 def _shared(place: Place, needs: SlurmNeeds) -> str:
     """Of a step in the allocation that roles share: its memory is for all of them."""
     words = _resources(place.model_copy(update={"memory_mb": 0}), needs) + " --mem=0"
+    if place.name == HUBS and needs.nodes > 1:  # a node that is lost takes one of them with it, not both
+        return f"{words} --nodes={min(needs.nodes, place.tasks)} --ntasks-per-node=1"
     return words if place.hosts > 1 else f"{words} --nodes=1-{min(needs.nodes, place.tasks)}"
 
 

@@ -21,7 +21,8 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, Role, R
 
 from arriero.engine.errors import UserError
 from arriero.launchers.api_answers import http_code, told
-from arriero.launchers.cluster import PLAN, Guest, Plan, remember, scheduler_name
+from arriero.launchers.appdef import HUB
+from arriero.launchers.cluster import HUBS, PLAN, Guest, Plan, remember, scheduler_name
 from arriero.launchers.volcano_job import (
     GROUP,
     ROLE,
@@ -145,7 +146,7 @@ class ArrieroVolcano(KubernetesScheduler):
                 state=_PODS.get(pod.status.phase, AppState.UNKNOWN),
             )  # fmt: skip
             roles.setdefault(role, RoleStatus(role, [])).replicas.append(replica)
-            if role == "hub":
+            if (role, number) == (HUB, 0):
                 code = _exit_code(pod)
         parts = [phase, *([f"exit code {code}"] if code is not None else []), str(state.get("message", ""))]
         return DescribeAppResponse(
@@ -183,6 +184,8 @@ class ArrieroVolcano(KubernetesScheduler):
     def _pod_of(self, namespace: str, name: str, role: str, number: int) -> str:
         """The name of a replica's pod. Raises UserError for one that isn't known."""
         task, core = scheduler_name(role), self._core()
+        if role == HUB and number > 0:
+            task, number = HUBS, number - 1
         job = self._custom().get_namespaced_custom_object(name=name, **_jobs(namespace))
         if number < sum(t["replicas"] for t in job["spec"]["tasks"] if t["name"] == task):
             return f"{name}-{task}-{number}"
@@ -244,8 +247,9 @@ def _phase(job: Any) -> str:
 
 def _role_and_number(pod: Any, job: str) -> tuple[str, int]:
     role, _, number = str(pod.metadata.name).removeprefix(f"{job}-").rpartition("-")
-    labels = cast("dict[str, str]", pod.metadata.labels or {})
-    return labels.get(ROLE, role), int(number) if number.isdecimal() else 0
+    task = cast("dict[str, str]", pod.metadata.labels or {}).get(ROLE, role)
+    index = int(number) if number.isdecimal() else 0
+    return (HUB, index + 1) if task == HUBS else (task, index)
 
 
 def _exit_code(pod: Any) -> int | None:

@@ -21,7 +21,7 @@ from torchx.specs import AppDef, Role, macros
 
 from arriero.engine.errors import UserError
 from arriero.launchers.appdef import HUB
-from arriero.launchers.cluster import BUNDLE_MOUNT, PLAN_FILE, Place, Plan
+from arriero.launchers.cluster import BUNDLE_MOUNT, HUBS, PLAN_FILE, Place, Plan
 from arriero.launchers.conduct import BUNDLE, PREEMPTED
 from arriero.launchers.place import ATTEMPT, HOST
 from arriero.launchers.profile import KubernetesNeeds, Toleration
@@ -134,7 +134,7 @@ def _task(role: Role, place: Place, plan: Plan, name: str) -> dict[str, Any]:
         "policies": _guest_policies()
         if plan.joins
         else _hub_policies()
-        if place.role == HUB
+        if place.name == HUB
         else _policies(),
     }
 
@@ -181,15 +181,16 @@ def _pod(role: Role, place: Place, plan: Plan, name: str) -> dict[str, Any]:
     client: Any = ApiClient()  # its method has no types
     pod: dict[str, Any] = client.sanitize_for_serialization(made)
     spec, (container,) = pod["spec"], pod["spec"]["containers"]
-    spec["restartPolicy"] = "Never" if plan.joins or place.role == HUB else "OnFailure"
+    spec["restartPolicy"] = "Never" if plan.joins or place.name == HUB else "OnFailure"
     spec["terminationGracePeriodSeconds"] = _GRACE_S
     spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **needs.node_selector}
     spec["tolerations"] = [_toleration(t) for t in needs.tolerations]
     spec["imagePullSecrets"] = [{"name": secret} for secret in needs.image_pull_secrets]
     if needs.run_as_user is not None:
         spec["securityContext"] = {"runAsUser": needs.run_as_user, "fsGroup": needs.run_as_user}
-    if needs.topology:
-        spec["affinity"] = _together(needs, name)
+    apart = _apart(name) if place.role == HUB and any(p.name == HUBS for p in plan.places) else {}
+    if affinity := (_together(needs, name) if needs.topology else {}) | apart:
+        spec["affinity"] = affinity
     shm = next(v for v in spec["volumes"] if v["name"] == "dshm")
     shm["emptyDir"]["sizeLimit"] = f"{needs.shm_gb}Gi"
     spec["volumes"].append({"name": "arriero", "secret": {"secretName": name, "defaultMode": 0o444}})
@@ -222,6 +223,15 @@ def _together(needs: KubernetesNeeds, name: str) -> dict[str, Any]:
     term = {"labelSelector": {"matchLabels": {"volcano.sh/job-name": name}}, "topologyKey": needs.topology}
     preferred = [{"weight": 100, "podAffinityTerm": term}]
     return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+
+
+def _apart(name: str) -> dict[str, Any]:
+    """The hubs of the run should stand on different nodes."""
+    hubs = [{"key": ROLE, "operator": "In", "values": [HUB, HUBS]}]
+    selector = {"matchLabels": {RUN: name}, "matchExpressions": hubs}
+    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
+    preferred = [{"weight": 100, "podAffinityTerm": term}]
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
 def _name_gpus(resources: dict[str, Any], needs: KubernetesNeeds) -> None:

@@ -21,10 +21,12 @@ def placed(
     generators: int = 1,
     ranks: int = 1,
     groups: int = 4,
+    hubs: int = 1,
 ) -> Plan:
     return plan(
         spec or toy_graph(generators=generators, ranks=ranks, groups=groups).check(), profile,
         run_id=run_id, run_dir="/shared/toy-1", description=Path("/shared/toy-1"), code="c0de",
+        hubs=hubs,
     )  # fmt: skip
 
 

@@ -237,6 +237,18 @@ def test_a_run_in_one_allocation_whose_hub_is_killed_is_requeued(cluster: Cluste
     assert run.step_numbers() == list(range(1, 41))
 
 
+def test_a_run_with_three_hubs_goes_on_with_two_when_one_is_killed(cluster: Cluster) -> None:
+    run = cluster.submit("--steps", "120", "--hub.replicas", "3", profile="packed")
+    run.until(lambda: run.steps() >= 2)
+    hubs = run.processes("-m arriero.launchers.hub_peer", "--replica")
+    for process in (hubs[0], *hubs[0].children(recursive=True)):
+        process.kill()
+    job = run.over(300)
+    assert (job["JobState"], job["NumNodes"], job["Restarts"]) == ("COMPLETED", "2", "0"), run.log("hub-0")
+    assert run.step_numbers() == list(range(1, 121))
+    assert run.processes() == []
+
+
 def test_a_trainer_on_two_nodes_that_is_told_to_stop_is_requeued_and_goes_on(cluster: Cluster) -> None:
     run = cluster.submit(*real_words(cluster.folder, steps=12, ranks=2), pipeline="grpo", profile="real")
     run.until(lambda: run.steps() >= 2)
