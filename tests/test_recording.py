@@ -80,7 +80,7 @@ async def test_a_payload_that_is_gone_ends_the_run_and_not_the_record_in_silence
     assert recording.failure == failure
     assert "edge reward: payload of message p-0>generator>reward" in failure.message
     began = time.monotonic()
-    await recording.close(broker, finished=True)
+    await recording.close(broker, finished=True, interrupted=asyncio.Event())
     assert time.monotonic() - began < 5  # nothing more will be stored
     await broker.close()
 
@@ -91,7 +91,7 @@ async def test_a_group_that_is_larger_than_those_before_it_finds_room(tmp_path: 
     async with asyncio.timeout(10):
         await put(broker, [scored_group(k, length=3_000) for k in range(8)])  # 80 kB each
         await put(broker, [scored_group(8, length=19_000)])
-    await recording.close(broker, finished=False)
+    await recording.close(broker, finished=False, interrupted=asyncio.Event())
     await broker.close()
 
 
@@ -101,7 +101,7 @@ async def test_what_could_not_be_stored_in_time_is_a_failure(
     monkeypatch.setattr("arriero.launchers.recording._FINISHED_S", 0.2)
     broker = MemoryBroker()
     recording = await started(tmp_path, broker, toy_graph().check())
-    await recording.close(broker, finished=True)  # its edges have no end
+    await recording.close(broker, finished=True, interrupted=asyncio.Event())  # its edges have no end
     assert recording.failure is not None
     assert "the record isn't whole" in recording.failure.message
     await broker.close()

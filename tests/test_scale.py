@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -28,13 +28,14 @@ from arriero.launchers.guests import Guests
 from arriero.launchers.hub import edges, logs
 from arriero.launchers.launch import inline
 from arriero.launchers.options import LaunchOptions
+from arriero.launchers.resuming import go_on
 from arriero.launchers.roster import Roster
 from arriero.launchers.rundir import RunDir, create, write_json
 from arriero.launchers.scaling import Scaling
 from arriero.launchers.supervise import Supervisor
 from arriero.schemas.crew import CREW_LOG, ORDERS_LOG, Asks, Leaving, Welcome
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import CONTROL, CONTROL_LOG, Joined, Leave
+from arriero.schemas.ledger import CONTROL, CONTROL_LOG, Event, Joined, Leave, Scaled
 from arriero.schemas.run import RunOptions
 from tests.brokers import Engine
 from tests.runtime_runs import Noting, Prompts, check_books, declare, options, read, replica, start
@@ -191,13 +192,30 @@ class Running:
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.path = folder / "run"
-        command = [sys.executable, "-m", "arriero", "run", "tests/cluster/toy_run.py"]
         self._errors = folder / "errors"
+        self.start("tests/cluster/toy_run.py", "--run-dir", str(self.path), *words)
+
+    def start(self, *words: str) -> None:
         with self._errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [*command, "--run-dir", str(self.path), *words], cwd=ROOT, stdout=subprocess.DEVNULL,
+                [sys.executable, "-m", "arriero", "run", *words], cwd=ROOT, stdout=subprocess.DEVNULL,
                 stderr=errors,
             )  # fmt: skip
+
+    def ended(self, timeout_s: float = 120.0) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in RunDir(self.path).ledger.read_text().splitlines()]
+
+    def scaled(self) -> list[tuple[str, list[int], list[int], int]]:
+        """Role, who joined, who was to leave, and how many there were then."""
+        found = (e for e in self.events() if e["kind"] == "scaled")
+        return [(e["role"], e["joined"], e["leaving"], e["number"]) for e in found]
 
     @property
     def errors(self) -> str:
@@ -274,8 +292,7 @@ def test_generators_and_rewards_join_and_leave_a_running_job(
     summary = RunDir(run.path).read_summary()
     assert (summary.state, summary.steps, summary.groups_trained) == ("finished", 90, 360)
     assert {*summary.groups_dropped} <= {"stale"}
-    events = [json.loads(line) for line in RunDir(run.path).ledger.read_text().splitlines()]
-    scaled = [(e["role"], e["joined"], e["leaving"], e["number"]) for e in events if e["kind"] == "scaled"]
+    events, scaled = run.events(), run.scaled()
     assert scaled == [
         ("generator", [1, 2], [], 3), ("reward", [1], [], 2), ("generator", [], [1, 2], 1),
         ("reward", [], [1], 1),
@@ -292,6 +309,78 @@ def test_generators_and_rewards_join_and_leave_a_running_job(
     assert said == f"arriero: error: {run.path} doesn't run any more; arriero run --resume goes on with it\n"
 
 
+@pytest.mark.timeout(300)
+def test_one_that_cannot_join_is_told_and_the_run_goes_on_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Running(tmp_path, "--generators", "1", "--steps", "1000", "--seconds", "0.02", "--guests", "raise")
+    try:
+        run.until(lambda: run.steps() >= 2)
+        assert run.scale(capsys, "generator=2")[0] == 0
+        run.until(lambda: "generator-1 couldn't join: ZeroDivisionError: the toy breaks" in run.errors)
+        run.until(lambda: len(run.scaled()) == 2 and not run.of("generator", 1))
+        before = run.steps()
+        run.until(lambda: run.steps() > before + 2)
+        run.process.terminate()
+        assert run.ended() == 130, run.errors
+    finally:
+        run.process.kill()
+    assert run.scaled() == [("generator", [1], [], 2), ("generator", [], [1], 1)]
+    assert audited(str(run.path)).findings == []
+
+
+@pytest.mark.timeout(300)
+def test_a_run_does_not_wait_at_its_end_for_one_that_still_loads_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Running(tmp_path, "--generators", "1", "--steps", "60", "--seconds", "0.2", "--guests", "hang")
+    try:
+        run.until(lambda: run.steps() >= 2)
+        assert run.scale(capsys, "generator=2")[0] == 0
+        assert run.ended() == 0, run.errors  # it would load for an hour
+    finally:
+        run.process.kill()
+    assert "generator-1 hadn't begun, and the run comes to its end" in run.errors
+    assert RunDir(run.path).read_summary().groups_trained == 240
+    assert audited(str(run.path)).findings == []
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_goes_on_has_the_replicas_that_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Running(tmp_path, "--generators", "2", "--steps", "1000", "--seconds", "0.02")
+    try:
+        run.until(lambda: run.steps() >= 2)
+        assert run.scale(capsys, "generator=1", "reward=3")[0] == 0
+        run.until(lambda: run.given("reward-2"))
+        run.process.terminate()
+        assert run.ended() == 130, run.errors
+        before = run.scaled()
+        run.start("--resume", str(run.path))
+        run.until(lambda: len(run.scaled()) == 4 and run.of("reward", 2) and not run.of("generator", 1))
+        run.process.terminate()
+        assert run.ended() == 130, run.errors
+    finally:
+        run.process.kill()
+    once = [("generator", [], [1], 1), ("reward", [1, 2], [], 3)]
+    assert (before, run.scaled()) == (once, [*once, *once])
+    (resumed,) = [e for e in run.events() if e["kind"] == "resumed"]
+    assert resumed["scaled"] == {"generator": 1, "reward": 3}
+    assert audited(str(run.path)).findings == []
+
+
+def test_what_the_graph_is_given_anew_replaces_what_it_was_scaled_to(tmp_path: Path) -> None:
+    opts = RunOptions(run_id="scaled", elastic=True)
+    for name, number, expected in (("as-it-was", 1, {"generator": 3}), ("anew", 2, {})):
+        run = create(tmp_path / name)
+        events: list[Event] = [Scaled(id="a", role="generator", joined=(1, 2), number=3)]
+        run.ledger.write_text("".join(e.model_dump_json() + "\n" for e in events))
+        before, now = toy_graph().check(), toy_graph(generators=number).check()
+        assert go_on(now, opts, run, before=before).scaled == expected
+        assert go_on(now, opts, run).scaled == expected
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -299,7 +388,11 @@ def test_generators_and_rewards_join_and_leave_a_running_job(
         (["generator=two"], "a role keeps at least one replica"),
         (["generatr=2"], "toy has no role generatr; did you mean generator?"),
         (["trainer=2"], "trainer: it closes a loop, so it has one replica, not 2; use ranks"),
-        (["generator=2", "--within", "soon"], "--within takes seconds, not 'soon'"),
+        (["generator=2", "--within", "soon"], "--within takes seconds, more than none, not 'soon'"),
+        (["generator=2", "--within", "-1"], "--within takes seconds, more than none, not '-1'"),
+        (["generator=2", "--within=nan"], "--within takes seconds, more than none, not 'nan'"),
+        (["generator=2", "--within", "inf"], "--within takes seconds, more than none, not 'inf'"),
+        (["generator=2", "generator=3"], "generator=2 and generator=3; give each role once"),
         (["generator=2", "--with"], "unknown option --with"),
         ([], "usage: arriero scale RUN ROLE=N"),
     ],

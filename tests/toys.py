@@ -61,15 +61,21 @@ class ToyPrompts:
 
 @dataclass(frozen=True, kw_only=True)
 class ToyGenerator:
-    """`size` rollouts per prompt in `seconds`; commits `fault` at its prompt number `fault_at`."""
+    """`size` rollouts per prompt in `seconds`; commits `fault` at its prompt number `fault_at`.
+
+    Replicas that join later commit `guests` before they take anything.
+    """
 
     size: PositiveInt = 2
     text_bytes: PositiveInt = 3
     seconds: NonNegativeFloat = 0.0
     fault: Fault = ""
     fault_at: NonNegativeInt = 3
+    guests: Fault = ""
 
     async def run(self, prompts: Stream[Prompt], weights: Stream[Weights]) -> AsyncIterator[RolloutGroup]:
+        if current().replica >= current().replicas:
+            _commit(self.guests)
         taken, newest = 0, await weights.next()
         async for prompt in prompts:
             while newest is not None and newest.version < prompt.min_version:

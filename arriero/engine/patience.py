@@ -1,10 +1,10 @@
 """Calls that may never come back, such as those of a store: each is waited for as long as is reasonable.
 
-| who waits        | for what                                    | unblocked by          |
-|------------------|---------------------------------------------|-----------------------|
-| `call`, `answer` | the work                                    | its end, or `bound_s` |
-| `call`, `answer` | nothing while a late one hasn't come back   | they raise at once    |
-| the exit         | nobody: the thread of a call is left behind |                       |
+| who waits        | for what                                    | unblocked by                             |
+|------------------|---------------------------------------------|------------------------------------------|
+| `call`, `answer` | the work                                    | its end, or `bound_s`; a `call`: `hurry` |
+| `call`, `answer` | nothing while a late one hasn't come back   | they raise at once                       |
+| the exit         | nobody: the thread of a call is left behind |                                          |
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -38,24 +38,28 @@ class Patience:
     def __init__(self, name: str, bound_s: float) -> None:
         self.name, self.bound_s = name, bound_s
         self._late: tuple[Future[object], str, float] | None = None
+        self._hurried: Future[float] = Future()
 
     def call(self, what: str, work: Callable[[], T], *, times: int = 1) -> T:
         """What `work` gives or raises. It may take `times` the bound; then TimeoutError names it."""
         future, began = self._begin(what, work), time.monotonic()
         bound_s = self.bound_s * times
-        try:
-            return future.result(min(_TOLD_S, bound_s))
-        except TimeoutError:
-            if future.done():
-                raise  # the work's own
-        if bound_s > _TOLD_S:
+        either: set[Future[Any]] = {future, self._hurried}
+        wait(either, min(_TOLD_S, bound_s), FIRST_COMPLETED)
+        if not future.done() and not self._hurried.done() and bound_s > _TOLD_S:
             _log.warning("waiting for %s to %s", self.name, what)
-        try:
-            return future.result(max(began + bound_s - time.monotonic(), 0.0))
-        except TimeoutError:
-            if future.done():
-                raise
-            raise self._gave_up(future, what, began, bound_s) from None
+            wait(either, max(began + bound_s - time.monotonic(), 0.0), FIRST_COMPLETED)
+        if not future.done() and self._hurried.done():
+            wait({future}, self._hurried.result())
+            bound_s = round(time.monotonic() - began, 1)
+        if not future.done():
+            raise self._gave_up(future, what, began, bound_s)
+        return future.result()
+
+    def hurry(self, bound_s: float) -> None:
+        """From now on a `call` may take so long and no longer, those under way too. The first word counts."""
+        if not self._hurried.done():
+            self._hurried.set_result(bound_s)
 
     async def answer(self, what: str, work: Callable[[], T]) -> T:
         """As `call`, without holding up the event loop; `HELD_UP` hears of it when it takes long."""

@@ -91,7 +91,7 @@ def begin_again(
     now = {"elastic": not (given.inline or given.deterministic), "hubs": given.hub.replicas}
     options = options.model_copy(update={key: getattr(given, key) for key in told} | claims | now)
     anew = data_changed(graph, ready.spec, changed)
-    resumed = go_on(ready.spec, options, run, changed=changed, anew=anew)
+    resumed = go_on(ready.spec, options, run, changed=changed, anew=anew, before=graph)
     for path in (run.path / JOB_FILE, run.cancelled, run.prepared):
         path.unlink(missing_ok=True)
     if code is not None:

@@ -231,7 +231,7 @@ async def _conduct(
             await end_roles(crew.processes, conductor.brokers, outcome, _LEAVE_S)
             with suppress(BrokerError, TimeoutError):
                 await asyncio.wait_for(crew.dismiss(), _LEAVE_S)
-            await conductor.close(outcome)
+            await conductor.close(outcome, interrupted)
         finally:
             with suppress(BrokerError, TimeoutError):
                 await asyncio.wait_for(link.close(), _LEAVE_S)

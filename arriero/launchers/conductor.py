@@ -126,12 +126,13 @@ class Conductor:
         # Looked at now: cleaning up makes room.
         return Outcome(state="failed", failure=out_of_space(failure, (self._run.path, Path("/dev/shm"))))
 
-    async def close(self, outcome: Outcome) -> None:
+    async def close(self, outcome: Outcome, interrupted: asyncio.Event) -> None:
         """When all roles have left: read what they wrote last, then disconnect."""
         if self._following is not None:
             await self.reporter.drain(self.brokers[0], self._following)
         if self._recording is not None and self.brokers:
-            await self._recording.close(self.brokers[0], finished=outcome.state == "finished")
+            finished = outcome.state == "finished"
+            await self._recording.close(self.brokers[0], finished=finished, interrupted=interrupted)
         await self.supervisor.close()
         if self.brokers:
             await self._broadcast.show(self.brokers[0], outcome.state)

@@ -49,7 +49,8 @@ class Guests:
         except UserError as error:
             self._crew.order(Welcome(life=asks.life, why=one_line(error)))
             return
-        await scaling.join(asks.role, 1, lambda replica: self._crew.welcome(asks, replica))
+        joining = scaling.admit(asks.role, 1)
+        await scaling.join(asks.role, joining, lambda replica: self._crew.welcome(asks, replica))
 
     async def _let_leave(self, leaving: Leaving) -> None:
         member = self._crew.guest(leaving.name, leaving.life)

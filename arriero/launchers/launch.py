@@ -36,7 +36,7 @@ from arriero.launchers.parent import LAUNCHER
 from arriero.launchers.place import attempt
 from arriero.launchers.provenance import own_gpus
 from arriero.launchers.requests import Requests
-from arriero.launchers.resuming import fill_ledger, go_on
+from arriero.launchers.resuming import fill_ledger, go_on, read_history
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
 from arriero.schemas.run import RunOptions
@@ -110,12 +110,14 @@ async def _launched(
                 link = await NatsBroker.connect(address.url, token, run=options.run_id, replicas=options.hubs)
                 conductor.follow(ClaimChecked(link, claim_store(options)))
                 if conductor.scaling is not None:
-                    conductor.supervisor.watch(Requests(conductor.scaling, app, run).follow())
+                    resumed, _ = read_history(run)
+                    requests = Requests(conductor.scaling, app, run)
+                    conductor.supervisor.watch(requests.follow(resumed.scaled if resumed else {}))
                 await conductor.supervisor.all_ended()
 
             outcome = await conductor.outcome(work(), interrupted)
             await end_roles(app.processes, conductor.brokers, outcome, _LEAVE_S)
-            await conductor.close(outcome)
+            await conductor.close(outcome, interrupted)
             await _end_hub(app.processes)
         finally:
             app.close()
@@ -146,7 +148,7 @@ async def _inlined(spec: GraphSpec, options: RunOptions, run: RunDir, launch: La
 
     async with interrupts() as interrupted:
         outcome = await conductor.outcome(work(), interrupted)
-        await conductor.close(outcome)
+        await conductor.close(outcome, interrupted)
     return conductor.conclude(outcome)
 
 

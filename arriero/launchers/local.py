@@ -125,6 +125,24 @@ class _Scheduler(LocalScheduler):
         return self.started[name]
 
 
+def _memory_bytes(p: Process) -> int:
+    """What a replica and all that it has started hold for themselves; 0 where it isn't known."""
+    import psutil
+
+    found = 0
+    with suppress(psutil.Error):
+        first = psutil.Process(p.process.pid)
+        for process in (first, *first.children(recursive=True)):
+            found += process.memory_full_info().uss
+    return found
+
+
+def _available_bytes() -> int:
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
 class _Runner(Protocol):
     """The part of TorchX's runner that is used here."""
 
@@ -175,7 +193,16 @@ class LocalApp:
         return self._scheduler.run_again(name)
 
     def check_room(self, role: str, count: int) -> None:
-        """Each replica of a role that computes on a GPU gets one that nobody uses. Raises UserError."""
+        """Each replica of a role that computes on a GPU gets one that nobody uses. Raises UserError.
+
+        Each is taken to need as much memory as the first one of its role holds now.
+        """
+        each, available = _memory_bytes(self._scheduler.started[f"{role}-0"]), _available_bytes()
+        if count * each > available:
+            raise UserError(
+                f"{role}: {count} more need about {count * each / 1e9:.1f} GB, {each / 1e9:.2f} GB each, and "
+                f"{available / 1e9:.1f} GB of memory are available"
+            )
         free = self._free_gpus()
         if self._scheduler.devices.get(f"{role}-0") and len(free) < count:
             raise UserError(

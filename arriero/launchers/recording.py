@@ -21,6 +21,7 @@ from arriero.schemas.messages import ScoredGroup
 from arriero.schemas.run import RunOptions
 
 _FINISHED_S, _BROKEN_S = 60.0, 0.5  # to store what stands on the edges; a stopped run is over soon
+_STOPPED_S = 3.0  # that the store may take for a call when the user wants to be off
 
 
 class Recording:
@@ -48,8 +49,24 @@ class Recording:
     def start(self, broker: Broker) -> None:
         self._task = asyncio.create_task(self._guarded(broker))
 
-    async def close(self, broker: Broker, *, finished: bool) -> None:
-        """When nobody sends any more: store what still stands on the edges, and stop."""
+    async def close(self, broker: Broker, *, finished: bool, interrupted: asyncio.Event) -> None:
+        """When nobody sends any more: store what still stands on the edges, and stop.
+
+        A store that hangs is given up at once if the run isn't `finished`, and else when it is `interrupted`.
+        """
+        if not finished:
+            self._recorder.hurry(_STOPPED_S)
+        hurrying = asyncio.create_task(self._hurry_when(interrupted))
+        try:
+            await self._close(broker, finished=finished)
+        finally:
+            hurrying.cancel()
+
+    async def _hurry_when(self, interrupted: asyncio.Event) -> None:
+        await interrupted.wait()
+        self._recorder.hurry(_STOPPED_S)
+
+    async def _close(self, broker: Broker, *, finished: bool) -> None:
         if self._task is None:
             return
         bound_s = _FINISHED_S if finished else _BROKEN_S

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from arriero.engine.broker import Broker
 from arriero.engine.component import Recovers
+from arriero.engine.elastic import elastic_roles
 from arriero.engine.errors import UserError, one_line
 from arriero.engine.lineage.chain import ChainError
 from arriero.engine.lineage.reader import Lineage
@@ -27,7 +28,7 @@ from arriero.engine.runtime.outputs import together
 from arriero.launchers.certain import certain
 from arriero.launchers.rundir import RunDir
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import EVENT, Admitted, Event, Resumed
+from arriero.schemas.ledger import EVENT, Admitted, Event, Resumed, Scaled
 from arriero.schemas.messages import Weights
 from arriero.schemas.run import RunOptions
 
@@ -43,11 +44,13 @@ def go_on(
     why: str = "",
     changed: Mapping[str, str] | None = None,
     anew: bool = False,
+    before: GraphSpec | None = None,
 ) -> Resumed:
     """Prepare the directory of a run that has ended for `launch`; what the run goes on from.
 
-    `anew`: prompts that were under way stay dropped, for the data have changed. Raises UserError for a graph
-    that can't go on, for changes that it can't take over, and for a record or ledger that can't be read.
+    `before`: its graph until now, if that may have changed. `anew`: prompts that were under way stay dropped,
+    for the data have changed. Raises UserError for a graph that can't go on, for changes that it can't take
+    over, and for a record or ledger that can't be read.
     """
     check_can_go_on(spec, options)
     _check_older_versions(spec, options, changed or {})
@@ -57,13 +60,35 @@ def go_on(
     versions, learned = certain(spec, history, options, run, kept, changed=bool(changed))
     number = 1 + sum(isinstance(e, Resumed) for e in events)
     told = tuple(f"{key}: {what}" for key, what in (changed or {}).items())
-    resumed = Resumed(number=number, versions=versions, learned=learned, anew=anew, changed=told, why=why)
+    resumed = Resumed(
+        number=number, versions=versions, learned=learned, anew=anew, changed=told, why=why,
+        scaled=_scaled(events, spec, before or spec) if options.elastic and not options.claims_url else {},
+    )  # fmt: skip
     history = effective([*events, resumed])
     _write(run.ledger, [*events, resumed])
     _write(run.history, [resumed, *history])
     _cut_metrics(run.metrics, min(versions.values(), default=0))
     run.summary.unlink(missing_ok=True)
     return resumed
+
+
+def _scaled(events: Sequence[Event], spec: GraphSpec, before: GraphSpec) -> dict[str, int]:
+    """Replicas that roles have been given while the run went on, unless their graph has changed that since.
+
+    On a cluster each that joined is a job of its own, with a life of its own.
+    """
+    found: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, Scaled):
+            found[event.role] = event.number
+        elif isinstance(event, Resumed):
+            found = dict(event.scaled)
+    own, earlier = ({role: nodes[0].replicas for role, nodes in g.roles.items()} for g in (spec, before))
+    return {
+        role: number
+        for role, number in found.items()
+        if role in elastic_roles(spec) and own[role] == earlier.get(role) and own[role] != number
+    }
 
 
 def prepared(run: RunDir) -> Resumed | None:

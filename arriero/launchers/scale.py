@@ -6,8 +6,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from arriero.engine.elastic import check_role, elastic_roles
 from arriero.engine.errors import UserError
@@ -29,6 +30,7 @@ and what it held goes to another. On Slurm and Kubernetes the scheduler says how
 
 _ANSWER_S = 60.0  # a busy conductor; it looks ten times a second
 _LOOK_S = 0.02
+_SECONDS: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)])
 _WITHIN_S = 60.0
 _GRACE = {"slurm": "KillWait of slurm.conf, 30 s by default", "kubernetes": "60 s"}
 
@@ -128,6 +130,8 @@ def _read(args: Sequence[str]) -> tuple[str, dict[str, int], float | None]:
                 raise UserError(
                     f"{word}: a role keeps at least one replica; to stop the run: arriero cancel {names[0]}"
                 )
+            if key in wanted:
+                raise UserError(f"{key}={wanted[key]} and {word}; give each role once")
             wanted[key] = int(value)
         else:
             names.append(word)
@@ -138,9 +142,9 @@ def _read(args: Sequence[str]) -> tuple[str, dict[str, int], float | None]:
 
 def _number(key: str, text: str) -> float:
     try:
-        return TypeAdapter(float).validate_python(text)
+        return _SECONDS.validate_python(text)
     except ValidationError:
-        raise UserError(f"{key} takes seconds, not {text!r}") from None
+        raise UserError(f"{key} takes seconds, more than none, not {text!r}") from None
 
 
 def _check(spec: GraphSpec, options: RunOptions, wanted: dict[str, int]) -> None:

@@ -12,6 +12,7 @@ to join after that comes too late.
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ class Scaling:
 
     def start(self, broker: Broker) -> None:
         self._broker = broker
+        self._supervisor.lost = self.lose
         self.started.set()
         self._supervisor.watch(self._seal(broker))
 
@@ -56,17 +58,28 @@ class Scaling:
         check_role(self._spec, role)
         check_scaled(self._spec, role, wanted)
 
-    async def join(self, role: str, count: int, start: Callable[[int], Replica]) -> tuple[int, ...]:
-        """Let `count` more join, which `start` starts by their numbers. Right after `check`.
+    def admit(self, role: str, count: int) -> tuple[int, ...]:
+        """The numbers of `count` more; `join` them. Right after `check`: the run waits for them from now."""
+        return self.roster.join(role, count)
 
-        Raises BrokerError, OSError.
+    async def join(
+        self, role: str, joining: tuple[int, ...], start: Callable[[int], Replica]
+    ) -> dict[int, str]:
+        """Let these join, which `start` starts by their numbers; those that it can't, with the reason.
+
+        Raises BrokerError.
         """
-        joined = self.roster.join(role, count)
-        await self._tell(role, joined=joined)
-        await announce(self._broker, Joined(role=role, replicas=joined))
-        for replica in joined:
-            self._supervisor.joined(start(replica))
-        return joined
+        await self._tell(role, joined=joining)
+        await announce(self._broker, Joined(role=role, replicas=joining))
+        failed: dict[int, str] = {}
+        for replica in joining:
+            try:
+                self._supervisor.joined(start(replica))
+            except OSError as error:  # too many processes, say: the run has done without it so far
+                failed[replica] = str(error)
+                self.lose(role, replica)
+                self._supervisor.watch(self._supervisor.let_go(role, replica))
+        return failed
 
     async def leave(self, role: str, replicas: Sequence[int], within_s: float) -> None:
         """Let these leave, and wait for none of them. Raises BrokerError."""
@@ -77,7 +90,7 @@ class Scaling:
             self._supervisor.watch(self._supervisor.gone(f"{role}-{replica}", within_s))
 
     def lose(self, role: str, replica: int) -> None:
-        """Nobody can start this one again: from now on its end is no failure."""
+        """It can't be started, or not again, or isn't wanted any more: its end is no failure from now on."""
         self.roster.leave(role, [replica])
         self._supervisor.watch(self._tell(role, leaving=(replica,)))
 
@@ -93,3 +106,10 @@ class Scaling:
         for edge in edges(self._spec, self._options):
             if edge.open:
                 await broker.seal(edge.name, len(self.roster.of(self._spec.node(node_of(edge.name)).role)))
+        for (
+            name,
+            replica,
+        ) in self._supervisor.not_begun():  # loading a model may take longer than what is left
+            self.lose(replica.role, replica.replica)
+            print(f"arriero: {name} hadn't begun, and the run comes to its end", file=sys.stderr, flush=True)
+            replica.signal(signal.SIGKILL)

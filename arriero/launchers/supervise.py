@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from arriero.engine.backlog import node_of
 from arriero.engine.broker import Broker, BrokerError
@@ -67,6 +69,8 @@ class Supervisor:
         self._broker: Broker | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._diagnosing = 0
+        self._unfit: set[str] = set()  # joined, failed, and let go
+        self.lost: Callable[[str, int], None] = lambda role, replica: self.roster.leave(role, [replica])
 
     # --- what is watched ----------------------------------------------------------------------------------
 
@@ -98,6 +102,15 @@ class Supervisor:
         if not leaving.done():
             self._processes[name].signal(signal.SIGKILL)
         await leaving
+
+    def not_begun(self) -> list[tuple[str, Replica]]:
+        """Those that have joined and taken nothing yet, as far as is known, and are there to stay."""
+        return [
+            (name, p)
+            for name, p in self._processes.items()
+            if self._guest(p.role, p.replica) and name not in self._gone
+            if not self.roster.leaves(p.role, p.replica) and not self._has(name, "taken")
+        ]
 
     def fail(self, failure: Failure) -> None:
         """Something went wrong that the caller has seen."""
@@ -165,8 +178,8 @@ class Supervisor:
 
     async def _watch(self, p: Replica) -> None:
         code = await p.ended()
-        if not p.hub and self.roster.leaves(p.role, p.replica) and code <= 0 and self._broker is not None:
-            await self._guarded(self._let_go(p, self._broker))
+        if self._broker is not None and not p.hub and self._may_go(p, code):
+            await self._guarded(self.let_go(p.role, p.replica))
             return
         if code < 0 and self._broker is not None and self.restarts.may(p):
             await self._guarded(self._start_again(p, self._broker, -code))
@@ -192,30 +205,67 @@ class Supervisor:
         self._processes[p.name] = again
         self._tasks.append(asyncio.create_task(self._watch(again)))
 
-    async def _let_go(self, p: Replica, broker: Broker) -> None:
-        """`p` has left as it was told to. What it couldn't say any more is said for it."""
-        if not self._role_ended(p.role, p.replica):
+    def _may_go(self, p: Replica, code: int) -> bool:
+        """Whether the end of `p` with this exit code is none that matters to the run."""
+        if self.roster.leaves(p.role, p.replica):
+            return code <= 0 or p.name in self._unfit
+        if code > 0 and self._unfit_to_join(p.role, p.replica):
+            self._leave_unfit(p.role, p.replica, f"exit code {code}")
+            return True
+        return False
+
+    def _guest(self, role: str, replica: int) -> bool:
+        """Whether it has come to those of the graph."""
+        return role in self.roster and replica >= self._spec.roles[role][0].replicas
+
+    def _has(self, name: str, what: Literal["taken", "given"]) -> bool:
+        pulse = self.vitals.pulses.get(f"{name}-0")
+        return pulse is not None and any(getattr(n, what) for n in pulse.status.nodes)
+
+    def _unfit_to_join(self, role: str, replica: int) -> bool:
+        """Whether one that failed came later and has given nothing: the run went on without it before."""
+        here = self._guest(role, replica) and not self.ending.is_set()
+        return here and not self._has(f"{role}-{replica}", "given")
+
+    def _leave_unfit(self, role: str, replica: int, why: str) -> None:
+        name = f"{role}-{replica}"
+        if name not in self._unfit:
+            self._unfit.add(name)
+            told = f"{name} couldn't join: {why}; the run goes on without it; its log is {self._log(name)}"
+            print(f"arriero: {told}", file=sys.stderr, flush=True)
+            self.lost(role, replica)
+            self.watch(self.gone(name, _RANKS_S))
+
+    async def let_go(self, role: str, replica: int) -> None:
+        """It has left, or never came. What it couldn't say any more is said for it."""
+        broker = self._broker
+        assert broker is not None, "nobody joins or leaves before"
+        name = f"{role}-{replica}"
+        if not self._role_ended(role, replica):
             await asyncio.sleep(SETTLE_S / 2)  # it may still be on its way
-        if not self._role_ended(p.role, p.replica):
-            await broker.evict(f"{p.name}-0")
-            own = {n.name for n in self._spec.roles[p.role]}
+        if not self._role_ended(role, replica):
+            await broker.evict(f"{name}-0")
+            own = {n.name for n in self._spec.roles[role]}
             made = [e for e in edges(self._spec, self._options) if node_of(e.name) in own]
-            await asyncio.gather(*(broker.producer(e.name, p.replica).end() for e in made))
-            for name in own:
-                await announce(broker, Ended(node=name, replica=p.replica))
-        self._gone.add(p.name)
-        self.vitals.forget(p.role, p.replica)
+            await asyncio.gather(*(broker.producer(e.name, replica).end() for e in made))
+            for node in own:
+                await announce(broker, Ended(node=node, replica=replica))
+        self._gone.add(name)
+        self.vitals.forget(role, replica)
         self._changed.set()
 
     async def _follow_control(self, broker: Broker) -> None:
         async for message in follow_control(broker):
             if not isinstance(message, Ended):
                 continue
-            if message.error:
+            role = self._spec.node(message.node).role
+            if message.error and self._unfit_to_join(role, message.replica):
+                self._leave_unfit(role, message.replica, message.error)
+            elif message.error:
                 self._tasks.append(asyncio.create_task(self._node_failed(message)))
             else:
                 self._ended[message.node, message.replica] = message.counts
-                if not self.roster.leaves(self._spec.node(message.node).role, message.replica):
+                if not self.roster.leaves(role, message.replica):
                     self.ending.set()
                 self._changed.set()
 

@@ -150,13 +150,15 @@ class Resumed(Message):
 
     `learned` is the same of what learns before them. What came after is undone: steps, and evaluations.
     Prompts that were under way are so again, unless `anew`: then they stay dropped. `changed` is what was
-    allowed to differ, as `key: before -> now`.
+    allowed to differ, as `key: before -> now`. `scaled`: the replicas of roles to which `arriero scale` had
+    given another number than the graph does.
     """
 
     kind: Literal["resumed"] = "resumed"
     number: PositiveInt
     versions: dict[str, NonNegativeInt]
     learned: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    scaled: dict[str, PositiveInt] = Field(default_factory=dict)
     anew: bool = False
     changed: tuple[str, ...] = ()
     why: str = ""

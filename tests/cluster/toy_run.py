@@ -18,13 +18,18 @@ class ToyConfig:
     text_bytes: PositiveInt = 3
     fault: Fault = ""
     fault_at: NonNegativeInt = 3
+    guests: Fault = ""
 
 
 def toy_run(cfg: ToyConfig) -> Graph:
     """Toy components that sleep instead of computing."""
     return toy_graph(
         generator=ToyGenerator(
-            fault=cfg.fault, fault_at=cfg.fault_at, text_bytes=cfg.text_bytes, seconds=cfg.generator_s
+            fault=cfg.fault,
+            fault_at=cfg.fault_at,
+            text_bytes=cfg.text_bytes,
+            seconds=cfg.generator_s,
+            guests=cfg.guests,
         ),
         trainer=ToyTrainer(steps=cfg.steps, seconds=cfg.seconds, until=cfg.until),
         generators=cfg.generators,

@@ -164,6 +164,11 @@ class Chain:
     def anchor(self) -> Anchor:
         return Anchor(entries=self._entries, head=self._head)
 
+    @property
+    def local(self) -> bool:
+        """Whether it is in a file system of this host, as far as that knows."""
+        return self._files.local
+
     def commit(self, entries: Sequence[Entry], end: Committed) -> None:
         """Append `entries` and the line that makes them count, in one write."""
         written: list[bytes] = []
@@ -186,6 +191,10 @@ class Chain:
                 raise ChainError(f"somebody else has written to this record: {error}") from error
             self.segments[-1] = replace(last, size=last.size + len(data))
         self._entries, self._head, self.last = count, head, end
+
+    def hurry(self, bound_s: float) -> None:
+        """As that of `Files`."""
+        self._files.hurry(bound_s)
 
     def release(self) -> None:
         """Nothing more is written; others may."""

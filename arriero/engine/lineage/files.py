@@ -1,8 +1,8 @@
 """Files at a fsspec URL, as far as the record needs them.
 
-A store that isn't of this host may take `PATIENCE_S` for each call. On a local disk what was given to `write`
-and `append`, and before `settle` to `stage`, is there for good when they return (fsync). A store of objects
-has it when it says so.
+A store that isn't of this host may take `PATIENCE_S` for each call; a local one, which may be a mount that
+hangs, for each commit (`LineageWriter`). On a local disk what was given to `write` and `append`, and before
+`settle` to `stage`, is there for good when they return (fsync). A store of objects has it when it says so.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class Files:
     def patiently(self, what: str, work: Callable[[], T]) -> T:
         """A call of the store. TimeoutError, naming it, if one that isn't of this host doesn't answer."""
         return work() if self.local else self._patience.call(what, work)
+
+    def hurry(self, bound_s: float) -> None:
+        """From now on a store that isn't of this host may take no longer than that for a call."""
+        self._patience.hurry(bound_s)
 
     def names(self, ending: str) -> list[str]:
         """In order; none where there is no folder."""

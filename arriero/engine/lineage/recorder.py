@@ -111,6 +111,10 @@ class Recorder:
         """As `event`, for what happened to the run itself."""
         self._other.append(entry)
 
+    def hurry(self, bound_s: float) -> None:
+        """The run is to be over: what the store doesn't take `bound_s` from now is let go."""
+        self._writer.hurry(bound_s)
+
     async def run(self, broker: Broker) -> None:
         """Record until cancelled. Raises the first error."""
         work = [self._follow(broker, loop.name) for loop in self._spec.loops]

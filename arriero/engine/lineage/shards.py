@@ -29,7 +29,7 @@ from arriero.schemas.messages import Message
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_FORMAT = 1  # of the rows: one more whenever a column changes
+_FORMAT = 2  # of the rows: one more whenever a column changes
 
 
 class ShardFile(Message):
@@ -123,6 +123,11 @@ class Shards:
                 digests = {n: _sha256(d) for n, d in zip(names, data, strict=True)}
                 self._keep(made(before[names[0]], digests, data, last=closed))
         self._full = len(groups) - 1
+
+    def hurry(self, bound_s: float) -> None:
+        """As that of `Files`."""
+        for files in (self._chain, self.files):
+            files.hurry(bound_s)
 
     def seen(self, segments: Sequence[Segment]) -> None:
         """What is full of these isn't the writer's any more."""

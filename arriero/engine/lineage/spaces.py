@@ -58,6 +58,10 @@ class Spaces:
         self.ends[space] = Place(part=part, start=number * chunk, size=size)
         return part, number * chunk
 
+    def hurry(self, bound_s: float) -> None:
+        """As that of `Files`."""
+        self._files.hurry(bound_s)
+
     def settle(self) -> None:
         """What was appended can be read, and lasts, whatever happens to the machine."""
         self._files.settle()

@@ -7,14 +7,16 @@ and by then all content that it names is stored. The next writer takes up there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from arriero.engine.lineage.chain import Chain, ChainError, lines
+from arriero.engine.lineage.files import PATIENCE_S
 from arriero.engine.lineage.gathering import Gathering, Known
 from arriero.engine.lineage.shards import Shards
 from arriero.engine.lineage.spaces import Spaces
+from arriero.engine.patience import Patience
 from arriero.schemas.ledger import Event, Resumed
 from arriero.schemas.lineage import (
     Anchor,
@@ -33,6 +35,7 @@ from arriero.schemas.lineage import (
 )
 from arriero.schemas.messages import Batch, Record
 
+T = TypeVar("T")
 _RECENT = 1 << 14  # groups in which samples are looked for; ids that are known when they come again
 
 
@@ -56,6 +59,8 @@ class LineageWriter:
         `resumed`: the run goes on from there, and that is the next entry.
         Raises ChainError if the record is damaged or of another run.
         """
+        self._patience = Patience(f"the store of the record {url}", PATIENCE_S)
+        self._late = False
         self._chain = Chain(url)
         last = self._chain.last
         self._spaces = Spaces(url, last.ends if last else None)
@@ -95,9 +100,27 @@ class LineageWriter:
 
         A batch whose groups came before it, or come in the same call, costs its advantages alone; the arrays
         of a sample that isn't known are stored once more.
+        Raises OSError; TimeoutError if the store doesn't answer, and then nothing more can be written.
         """
-        if not items:
-            return
+        if items:
+            self._patiently("take a commit", lambda: self._commit(items))
+
+    def hurry(self, bound_s: float) -> None:
+        """The run is to be over: what isn't stored `bound_s` from now is let go."""
+        for part in (self._patience, self._chain, self._spaces, self._shards):
+            part.hurry(bound_s)
+
+    def _patiently(self, what: str, work: Callable[[], T]) -> T:
+        """A commit is one call where the store is local: it is short there, with many calls of files."""
+        if self._late:  # its thread may still be at it
+            raise TimeoutError(f"{self._patience.name} hasn't answered before, so it isn't asked to {what}")
+        try:
+            return self._patience.call(what, work) if self._chain.local else work()
+        except TimeoutError:
+            self._late = True
+            raise
+
+    def _commit(self, items: Sequence[Item]) -> None:
         work = Gathering(self._groups)
         for item in _groups_first(items):
             match item:
@@ -126,10 +149,13 @@ class LineageWriter:
         `model`: hashes of the model's files, see `Closed`.
         """
         self.commit(items)
-        self._write([Closed(state=state, model=dict(model or {}))])
+        self._patiently("be closed", lambda: self._close(Closed(state=state, model=dict(model or {}))))
+        return self.anchor
+
+    def _close(self, closed: Closed) -> None:
+        self._write([closed])
         self._shards.follow(self._chain.segments, closed=True)
         self._chain.release()
-        return self.anchor
 
     def _write(self, entries: Sequence[Entry]) -> None:
         self._spaces.settle()
