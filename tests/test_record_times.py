@@ -116,7 +116,7 @@ async def _waits(clock: NodeClock, time: Time, seconds: float, *, for_records: b
 
 
 async def test_a_record_ages_while_more_are_waited_for_but_not_while_its_node_is_held_up(time: Time) -> None:
-    clock = NodeClock("generator", bound_s=5, ages=True)
+    clock = NodeClock("generator", bound_s=5, remembered=8)
     clock.take("a")
     time.now += 1
     clock.take("b")
@@ -131,7 +131,7 @@ async def test_a_record_ages_while_more_are_waited_for_but_not_while_its_node_is
 
 
 async def test_the_parts_of_a_record_that_came_again_add_up(time: Time) -> None:
-    clock = NodeClock("generator", bound_s=5, ages=True)
+    clock = NodeClock("generator", bound_s=5, remembered=8)
     for seconds in (3.0, 0.5):
         clock.take("a")
         time.now += seconds

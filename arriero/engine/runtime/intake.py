@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from arriero.engine.broker import Broker, Lease
 from arriero.engine.graph import HasWant, Node, PerRecord
-from arriero.engine.rates import Window, repetitions, windows
+from arriero.engine.rates import Window, by_record, repetitions, windows
 from arriero.engine.runtime.guard import dropped, held_out, sampled_otherwise, stale_groups
 from arriero.engine.runtime.history import Done
 from arriero.engine.runtime.journal import dropped_already, record
@@ -18,6 +18,7 @@ from arriero.schemas.ledger import DroppedEvent
 from arriero.schemas.messages import Batch, Record, ScoredGroup
 
 _RECORDS_AHEAD = 4  # hides the way to the engine and back behind the work on a record
+_TOLD = 256  # records in a heartbeat
 
 
 class Intake:
@@ -125,3 +126,14 @@ def want(spec: GraphSpec, node: Node, port: str) -> int:
     if isinstance(node.component, PerRecord):
         return min(_RECORDS_AHEAD, math.ceil(repetitions(spec)[node.name] / node.replicas))
     return max(1, node.rates.consumes.get(port, 1))
+
+
+def remembered(spec: GraphSpec, name: str) -> int:
+    """Of how many records a node tells how long they took: those of several heartbeats, if one is lost.
+
+    None of a node that gathers records: what it waits for is others' work.
+    """
+    if not by_record(spec, name):
+        return 0
+    admitted = max((w.limit(1, 0) for w in windows(spec)), default=_TOLD)
+    return min(_TOLD, math.ceil(2 * admitted / spec.node(name).replicas))

@@ -23,7 +23,6 @@ from arriero.engine.errors import describe
 from arriero.engine.fused import fused_edges
 from arriero.engine.graph import Graph, PerRecord
 from arriero.engine.patience import HELD_UP
-from arriero.engine.rates import by_record
 from arriero.engine.runtime.context import Context, enter
 from arriero.engine.runtime.frontier import FrontierFold
 from arriero.engine.runtime.guard import (
@@ -38,7 +37,7 @@ from arriero.engine.runtime.guard import (
 from arriero.engine.runtime.handover import Handover
 from arriero.engine.runtime.history import Done, History
 from arriero.engine.runtime.inputs import EdgeSource
-from arriero.engine.runtime.intake import Intake, want
+from arriero.engine.runtime.intake import Intake, remembered, want
 from arriero.engine.runtime.journal import Progress
 from arriero.engine.runtime.outputs import Outbox
 from arriero.engine.runtime.provenance import check_kind, check_place, child_id, origins_of, parents_of
@@ -74,7 +73,7 @@ class NodeRunner:
         node = graph.nodes[name]
         self.graph, self.spec, self.node, self.broker, self.options = graph, spec, node, broker, options
         self.progress, self.world = progress, world
-        self.clock = NodeClock(name, bound_s=options.wait_bound_s, ages=by_record(spec, name))
+        self.clock = NodeClock(name, bound_s=options.wait_bound_s, remembered=remembered(spec, name))
         self.context = replace(context, count=self.clock.count)
         self._run: Any = node.component.run
         self._produces = node.rates.produces

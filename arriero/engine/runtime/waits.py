@@ -13,7 +13,6 @@ from typing import TypeVar
 from arriero.schemas.run import NodeStatus
 
 T = TypeVar("T")
-_REMEMBERED = 256  # records: those of several heartbeats, of which one may be missed
 
 
 class WaitTimeout(RuntimeError):
@@ -24,13 +23,13 @@ class NodeClock:
     """Busy and idle time of one node, and its current wait.
 
     The node is idle while at least one wait is open, however many overlap, and busy otherwise; both count
-    from the first record on. How long the work on a record takes is counted apart, from taking to answering
-    it, where `ages`: several may be under way at once. Written by the event loop and by compute threads, read
-    by the heartbeat's thread.
+    from the first record on. How long the work on a record takes, from taking to answering it, is counted
+    apart, for several may be under way at once; the last `remembered` are told. Written by the event loop
+    and by compute threads, read by the heartbeat's thread.
     """
 
-    def __init__(self, node: str, *, bound_s: float, ages: bool = False) -> None:
-        self.node, self._bound_s, self._ages = node, bound_s, ages
+    def __init__(self, node: str, *, bound_s: float, remembered: int = 0) -> None:
+        self.node, self._bound_s, self._remembered = node, bound_s, remembered
         self._lock = threading.Lock()
         self._started: float | None = None
         self._stopped: float | None = None
@@ -67,7 +66,7 @@ class NodeClock:
             for origin in origins:  # the parts of one that was put back and came again add up
                 before = self._took.pop(origin, 0.0)
                 self._took[origin] = before + self._age(time.monotonic()) - since
-            while len(self._took) > _REMEMBERED:
+            while len(self._took) > self._remembered:
                 self._took.popitem(last=False)
 
     def forget(self, key: str) -> None:
@@ -166,7 +165,7 @@ class NodeClock:
                 tokens=self.tokens,
                 ended=self._stopped is not None,
                 at_once=self._at_once,
-                took=tuple((origin, round(s, 5)) for origin, s in self._took.items()) if self._ages else (),
+                took=tuple((origin, round(s, 5)) for origin, s in self._took.items()),
                 counts=dict(self._counts),
             )
 
