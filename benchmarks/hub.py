@@ -22,6 +22,7 @@ import msgspec
 import psutil
 
 from arriero.engine.broker import BrokerError
+from arriero.engine.certificates import make_certificate
 from arriero.engine.nats import NatsBroker
 from arriero.engine.nats_cluster import Cluster
 from arriero.engine.nats_link import Link
@@ -128,10 +129,10 @@ def hubs(count: int, folder: Path) -> list[NatsServer]:
         return [start_server(folder, public="localhost")]
     ports = [free_port() for _ in range(count)]
     addresses = [f"localhost:{port}" for port in ports]
-    token = "storm-storm-storm"
+    token, certificate = "storm-storm-storm", make_certificate(folder)
     return [
         start_server(
-            folder / str(k), public="localhost", token=token,
+            folder / str(k), public="localhost", token=token, certificate=certificate,
             cluster=Cluster(
                 name=f"hub-{k}", route=addresses[k], others=tuple(a for a in addresses if a != addresses[k])
             ),

@@ -99,7 +99,8 @@ def main() -> None:
 def _met(folder: Path) -> list[Site]:
     """The sites of three hubs, which find each other at the same time."""
     with ThreadPoolExecutor(3) as hubs:
-        return list(hubs.map(lambda k: meet(folder, k, 3, token=TOKEN, bound_s=30), range(3)))
+        coming = [hubs.submit(meet, folder, k, 3, token=TOKEN, bound_s=30) for k in range(3)]
+        return [site.result() for site in coming]
 
 
 if __name__ == "__main__":

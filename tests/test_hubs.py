@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from arriero.launchers.rundir import RunDir
 from arriero.schemas.ledger import EVENT, Restarted
 from arriero.schemas.run import RunOptions
 from tests.crashes import Crashing
+from tests.test_launch import LONG, Launch
 from tests.toys import toy_graph
 
 TOKEN, NOBODY = "token-of-the-hubs", Access(run="run", accounts=())
@@ -195,6 +197,25 @@ def test_a_run_with_three_hubs_goes_on_without_any_of_them(tmp_path: Path, whom:
     assert sorted(restarted(run)) == sorted(victims)
     assert all(len(set(found)) == 1 for found in run.fingerprints().values()), "a version was made twice"
     assert not list((run.path / "broker").rglob("store"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupt_or_the_end_of_the_launcher_leaves_nothing_of_three_hubs(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    run = Launch(tmp_path, options={"hubs": 3}, **LONG)
+    run.until(lambda: run.steps() >= 1, 120)
+    assert len(run.processes("arriero.launchers.hub")) == 3
+    run.process.send_signal(number)
+    assert run.wait() == {signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+    run_over = time.monotonic() + 30
+    while run.left() and time.monotonic() < run_over:
+        time.sleep(0.1)
+    assert run.left() == []
+    found = sorted(str(p.relative_to(run.path / "broker")) for p in (run.path / "broker").rglob("*.*"))
+    assert found == [f"hub-{k}/nats-server.log" for k in range(3)]
 
 
 @pytest.mark.slow
