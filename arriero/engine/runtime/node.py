@@ -39,13 +39,14 @@ from arriero.engine.runtime.history import Done, History
 from arriero.engine.runtime.inputs import EdgeSource
 from arriero.engine.runtime.intake import Intake, remembered, want
 from arriero.engine.runtime.journal import Progress
+from arriero.engine.runtime.made_before import MadeBefore
 from arriero.engine.runtime.outputs import Outbox
 from arriero.engine.runtime.provenance import check_kind, check_place, child_id, origins_of, parents_of
 from arriero.engine.runtime.versions import LoopSource
 from arriero.engine.runtime.waits import NodeClock, first_error
 from arriero.engine.stream import Loop, Source, Stream
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import DroppedEvent, Event, Step, Trained, loop_log
+from arriero.schemas.ledger import DroppedEvent, Event, loop_log
 from arriero.schemas.messages import Dropped, Record, RolloutGroup, Weights
 from arriero.schemas.run import RunOptions
 
@@ -97,8 +98,8 @@ class NodeRunner:
             self._done = Done(name)
             heard += [self._done.apply] + [self._frontier.apply] * (self._ahead is not None)
         self.history = History(name, context.replica, broker, heard)
-        self._steps: dict[int, Step] = {}  # those of earlier lives
         self._has_consumers = bool(spec.consumers(name))
+        self._before = MadeBefore(name, self.history, carried=self._has_consumers)
         self.outbox = self._open_outbox()
         self.intake = Intake(
             name,
@@ -188,19 +189,22 @@ class NodeRunner:
         """Whether it matters to this node what was before it."""
         return self._ahead is not None or self._makes_versions or self._learns
 
-    async def _recall(self) -> tuple[Step, ...]:
-        """The steps of earlier lives, once the ledger is read up to now."""
+    async def _recall(self) -> None:
+        """Tell the component of its earlier lives, once the ledger is read up to now."""
         if self._remembers:
             await self.clock.wait(self.history.read.wait(), "the ledger up to now")
-        return tuple(self.history.made)
+        steps = self._before.recall()
+        self._learned = self._before.newest if self._learns else 0
+        if self._makes_versions or self._learns:
+            logs = [loop_log(loop.name) for loop in self.spec.loops if loop.producer == self.node.name]
+            announced = -1
+            if self.world.rank == 0:
+                staleness = self.context.staleness
+                announced = await self._before.announced(self.broker, logs, staleness=staleness)
+            enter(replace(self.context, made=steps, announced=announced, frontier=self._frontier.frontier))
 
     async def _work(self, streams: dict[str, Any]) -> None:
-        steps = await self._recall()
-        self._steps = {step.version: step for step in steps}
-        self._learned = max(self._steps, default=0) if self._learns else 0
-        if self._makes_versions or self._learns:
-            announced = await self._announced() if self.world.rank == 0 else -1
-            enter(replace(self.context, made=steps, announced=announced, frontier=self._frontier.frontier))
+        await self._recall()
         try:
             await self._drive(streams)
         except SystemExit as error:  # would end the process in the middle of everything, perhaps with code 0
@@ -253,8 +257,9 @@ class NodeRunner:
             self._drop(output, taken)
             return
         check_kind(output, self.node.output, self.node.name)
-        if isinstance(output, Weights) and (output.version in self._steps or self._begins_again(output)):
-            await self._give_again(output)
+        if isinstance(output, Weights) and self._before.holds(output):
+            self._version = output.version
+            await self.outbox.put(self._before.again(output), ())
             return
         parents = parents_of(output, taken, self.node.name)
         if self._edges:
@@ -262,46 +267,11 @@ class NodeRunner:
         records = [taken[p] for p in parents]
         if not isinstance(output, Weights) or records:
             name = child_id(self.node.name, parents, len(self._children.get(parents, ())))
-            name += self._life if isinstance(output, Weights) else ""
+            name += self._before.life if isinstance(output, Weights) else ""
             output = output.stamped(id=name, parents=parents, origins=origins_of(records))
         else:
             output = output.stamped(id=f"{self.node.name}-{output.version}", parents=(), origins=())
         await self.give(output, parents)
-
-    @property
-    def _life(self) -> str:
-        """Behind the ids of versions, which are announced anew after a crash: what carries them is new."""
-        return f"~{self.history.lives}" if self.history.lives and not self._has_consumers else ""
-
-    def _begins_again(self, output: Weights) -> bool:
-        return output.version == 0 and self.history.lives > 0
-
-    def _id_of(self, version: int) -> tuple[str, tuple[str, ...]]:
-        """What a version of an earlier life was called, and its parents."""
-        step = self._steps.get(version)
-        parents = (step.batch,) if step else ()
-        return child_id(self.node.name, parents, 0) if step else f"{self.node.name}-{version}", parents
-
-    async def _give_again(self, output: Weights) -> None:
-        """Announce a version that the ledger has already."""
-        name, parents = self._id_of(output.version)
-        step = self._steps.get(output.version)
-        self._version = output.version
-        if isinstance(step, Trained):  # what was said of it stands
-            output = output.model_copy(update={"metrics": step.metrics})
-        again = output.stamped(id=name + self._life, parents=parents, origins=step.origins if step else ())
-        await self.outbox.put(again, ())
-
-    async def _announced(self) -> int:
-        """The newest of the last few versions that its loops carry already; -1 if they carry none of them."""
-        logs = [loop_log(loop.name) for loop in self.spec.loops if loop.producer == self.node.name]
-        newest = max(self._steps, default=0)
-        for version in range(newest, max(newest - self.context.staleness - 2, -1), -1) if logs else ():
-            name, _ = self._id_of(version)
-            lives = [name, *(f"{name}~{life}" for life in range(1, self.history.lives + 1))]
-            if any([await self.broker.appended(logs[0], each) for each in lives]):
-                return version
-        return -1
 
     async def give(self, output: Record, parents: tuple[str, ...], *, first: Event | None = None) -> None:
         """Hand a stamped output to the outbox with the leases it answers; `first` is recorded before it."""
