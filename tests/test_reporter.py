@@ -152,9 +152,9 @@ def test_rewards_are_means_of_the_first_and_the_last_tenth_of_the_steps(tmp_path
     assert summary.reward_last == pytest.approx((0.95 + 1.0) / 2)
 
 
-def beat(role: str, replica: int, busy_s: float, idle_s: float, **node: int) -> RoleStatus:
+def beat(role: str, replica: int, busy_s: float, idle_s: float, pid: int = 1, **node: int) -> RoleStatus:
     status = NodeStatus(node=role, busy_s=busy_s, idle_s=idle_s, **node)  # type: ignore[arg-type]  # counts only
-    return RoleStatus(role=role, replica=replica, pid=1, host="h", nodes=(status,))
+    return RoleStatus(role=role, replica=replica, pid=pid, host="h", nodes=(status,))
 
 
 def worked() -> Account:
@@ -163,14 +163,22 @@ def worked() -> Account:
     for version in range(1, 11):
         account.event(trained(version, ()), at_s=100.0 if version < 3 else 100.0 + version)
     for replica in range(2):
-        account.heartbeat(beat("generator", replica, 8.0, 2.0, taken=20, given=20, tokens=400))
+        account.heartbeat(beat("generator", replica, 8.0, 2.0, taken=20, given=20, tokens=400), 10.0)
         # Nothing happened since: the time after its last work isn't counted as idle.
-        account.heartbeat(beat("generator", replica, 8.0, 30.0, taken=20, given=20, tokens=400))
-    account.heartbeat(beat("prompts", 0, 1.0, 9.0, given=40))
-    account.heartbeat(beat("reward", 0, 2.0, 8.0, taken=40, given=40))
-    account.heartbeat(beat("collect", 0, 0.5, 9.5, taken=40, given=10))
-    account.heartbeat(beat("trainer", 0, 5.0, 5.0, taken=10, given=11, tokens=240))
+        account.heartbeat(beat("generator", replica, 8.0, 30.0, taken=20, given=20, tokens=400), 10.0)
+    account.heartbeat(beat("prompts", 0, 1.0, 9.0, given=40), 10.0)
+    account.heartbeat(beat("reward", 0, 2.0, 8.0, taken=40, given=40), 10.0)
+    account.heartbeat(beat("collect", 0, 0.5, 9.5, taken=40, given=10), 10.0)
+    account.heartbeat(beat("trainer", 0, 5.0, 5.0, taken=10, given=11, tokens=240), 10.0)
     return account
+
+
+def test_tokens_of_replicas_that_left_or_died_are_over_the_time_of_all() -> None:
+    account = Account(SPEC)
+    account.heartbeat(beat("generator", 0, 8.0, 2.0, taken=20, tokens=400), 10.0)
+    account.heartbeat(beat("generator", 1, 5.0, 0.0, taken=10, tokens=300), 8.0)  # from 3 to 8, then it left
+    account.heartbeat(beat("generator", 0, 9.0, 1.0, pid=2, taken=4, tokens=100), 20.0)  # started again
+    assert account.tokens_per_s() == {"generator": 40.0}
 
 
 def test_a_roles_rates_are_over_the_time_to_its_last_work() -> None:
@@ -200,7 +208,7 @@ def test_the_prediction_and_the_bound_come_from_the_seconds_of_a_firing() -> Non
 def test_what_a_replica_needed_to_start_is_not_in_its_firings() -> None:
     account = worked()
     account.event(trained(11, ()), at_s=112.0)
-    account.heartbeat(beat("trainer", 0, 5.3, 5.0, taken=11, given=12))
+    account.heartbeat(beat("trainer", 0, 5.3, 5.0, taken=11, given=12), 10.0)
     summary = account.summary(Ledger(), state="finished", error="", wall_s=1.0)
     assert summary.firing_s["trainer"] == pytest.approx(0.3)  # after the 0.5 s of each of the first ten
 

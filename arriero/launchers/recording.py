@@ -21,7 +21,7 @@ from arriero.schemas.messages import ScoredGroup
 from arriero.schemas.run import RunOptions
 
 _FINISHED_S, _BROKEN_S = 60.0, 0.5  # to store what stands on the edges; a stopped run is over soon
-_STOPPED_S = 3.0  # that the store may take for a call when the user wants to be off
+_STOPPED_S = 30.0  # that the store may take for a call when the user wants to be off: closing imports pyarrow
 
 
 class Recording:

@@ -109,8 +109,9 @@ class Reporter:
 
     def on_poll(self) -> None:
         """Heartbeats and depths are new."""
+        now = time.monotonic()
         for pulse in self._vitals.pulses.values():
-            self._account.heartbeat(pulse.status)
+            self._account.heartbeat(pulse.status, now - pulse.age_s)
         self._timeline.look(self._vitals)
         write_json(self._run.vitals, self._vitals.written(self._spec, self._account.steps))
         if self._exposition is not None:

@@ -27,6 +27,9 @@ _EDGE_SHARE = 0.1  # of the steps: what `reward_first` and `reward_last` are mea
 _WARM_UP = 2  # steps that `step_s` leaves out, if enough are left
 
 
+_Life = tuple[str, int, int]  # node, replica, process
+
+
 class Account:
     """Statistics so far. A node's time runs from its first record to the last heartbeat with progress."""
 
@@ -35,8 +38,9 @@ class Account:
         self._trained: list[tuple[float, float]] = []  # time and mean reward, by version
         self._trainer = ""
         self.evaluations = Evaluations()
-        self._begun: dict[tuple[str, int], NodeStatus] = {}  # node, replica -> when it first had fired
-        self._work: dict[tuple[str, int], NodeStatus] = {}  # at its last progress
+        self._begun: dict[_Life, NodeStatus] = {}  # when it first had fired
+        self._work: dict[_Life, NodeStatus] = {}  # at its last progress
+        self._until: dict[_Life, float] = {}  # when that was
         self._records = RecordTimes(spec)
         self._counts: dict[tuple[str, int], Mapping[str, int]] = {}  # of the last heartbeat, or of the end
 
@@ -51,14 +55,14 @@ class Account:
             case _:
                 pass
 
-    def heartbeat(self, status: RoleStatus) -> None:
-        """Ranks above 0 work in step with rank 0 and aren't counted."""
+    def heartbeat(self, status: RoleStatus, at_s: float) -> None:
+        """Ranks above 0 work in step with rank 0 and aren't counted. `at_s`: any clock, the same for all."""
         for node in status.nodes if status.rank == 0 else ():
-            key = (node.node, status.replica)
-            self._counts[key] = node.counts
+            self._counts[node.node, status.replica] = node.counts
+            key = (node.node, status.replica, status.pid)
             last = self._work.get(key)
             if last is None or (node.taken, node.given, node.tokens) != (last.taken, last.given, last.tokens):
-                self._work[key] = node
+                self._work[key], self._until[key] = node, at_s
             self._records.heartbeat(node, status.replica)
             if node.taken or node.given:
                 self._begun.setdefault(key, node)
@@ -88,7 +92,7 @@ class Account:
         return known if len(known) == len(found) else {}
 
     def _firing_s(self, node: NodeSpec) -> float | None:
-        for begun in (self._begun, dict[tuple[str, int], NodeStatus]()):
+        for begun in (self._begun, dict[_Life, NodeStatus]()):
             busy_s = fired = 0.0
             for key, last in self._work.items():
                 if key[0] == node.name:
@@ -104,16 +108,21 @@ class Account:
         return {
             role: fmean(1 - min(sum(s.busy_s for s in p) / _span(p), 1.0) for p in spans)
             for role in self._spec.roles
-            if (spans := [p for p in self._processes(role) if _span(p) > 0])
+            if (spans := [p for p, _ in self._processes(role) if _span(p) > 0])
         }
 
     def tokens_per_s(self) -> dict[str, float]:
-        """Per role that counts tokens: the sum over its replicas."""
-        rates = {
-            role: sum(sum(s.tokens for s in p) / _span(p) for p in self._processes(role) if _span(p) > 0)
-            for role in self._spec.roles
-        }
-        return {role: rate for role, rate in rates.items() if rate}
+        """Per role that counts tokens: all of them, over the time from its first to its last work.
+
+        Replicas that left, or were started again, count with what they did, whoever else worked then.
+        """
+        rates: dict[str, float] = {}
+        for role in self._spec.roles:
+            lives = [(p, until) for p, until in self._processes(role) if _span(p) > 0]
+            if tokens := sum(s.tokens for p, _ in lives for s in p):
+                began = min(until - _span(p) for p, until in lives)
+                rates[role] = tokens / (max(until for _, until in lives) - began)
+        return rates
 
     def summary(self, ledger: Ledger, *, state: State, error: str, wall_s: float) -> RunSummary:
         rewards = [reward for _, reward in self._trained]
@@ -158,14 +167,12 @@ class Account:
             log.warning("no prediction of the step", exc_info=True)
             return None, None
 
-    def _processes(self, role: str) -> list[list[NodeStatus]]:
-        """The statuses of the role's nodes, replica by replica."""
+    def _processes(self, role: str) -> list[tuple[list[NodeStatus], float]]:
+        """The statuses of the role's nodes, and when they last did something, process by process."""
         nodes = self._spec.roles[role]
-        return [
-            found
-            for k in sorted({k for name, k in self._work if name == nodes[0].name})
-            if (found := [self._work[n.name, k] for n in nodes if (n.name, k) in self._work])
-        ]
+        lives = sorted({(replica, pid) for name, replica, pid in self._work if name == nodes[0].name})
+        found = [[k for n in nodes if (k := (n.name, *life)) in self._work] for life in lives]
+        return [([self._work[k] for k in keys], max(self._until[k] for k in keys)) for keys in found]
 
 
 def _span(nodes: Iterable[NodeStatus]) -> float:
