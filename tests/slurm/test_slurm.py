@@ -212,8 +212,9 @@ def test_a_killed_generator_starts_again_and_the_others_go_on(cluster: Cluster) 
     assert run.summary.restarts == {"generator-0": 1}
 
 
-def test_a_cancelled_run_ends_in_order_and_does_not_come_back(cluster: Cluster) -> None:
-    run = cluster.submit(*LONG)
+@pytest.mark.parametrize("hubs", ["1", "3"])
+def test_a_cancelled_run_ends_in_order_and_does_not_come_back(cluster: Cluster, hubs: str) -> None:
+    run = cluster.submit(*LONG, "--hub.replicas", hubs)
     run.until(lambda: run.steps() >= 2)
     assert cluster.arriero("cancel", str(run.path)).returncode == 0
     assert run.over()["JobState"] == "CANCELLED"
