@@ -21,6 +21,7 @@ from arriero.launchers.launch import inline
 from arriero.launchers.options import LaunchOptions
 from arriero.launchers.plan import calibration_of, plan_command
 from arriero.launchers.rundir import RunDir, create, write_json
+from arriero.schemas.ledger import Resumed
 from arriero.schemas.run import RunOptions
 from tests.toys import ToyGenerator, ToyTrainer, toy_graph
 
@@ -180,6 +181,28 @@ def test_a_directory_that_is_no_run_and_a_run_too_short_are_refused(run_dir: Pat
         calibration_of(tmp_path)
     with pytest.raises(UserError, match="at least 4 are needed"):
         calibrate(calibration_of(run_dir).spec, [], [], {}, {})
+
+
+def test_a_run_that_went_on_is_calibrated_from_what_came_since(run_dir: Path) -> None:
+    """Else the hours between its two parts would be the length of a step."""
+    run = RunDir(run_dir)
+    whole = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    later = [{**m, "step": m["step"] + len(whole), "time": m["time"] + 3600} for m in whole]
+    went_on = [Resumed(number=1, versions={"trainer": len(whole)})]
+    before = calibrate(run.read_graph(), whole, [], {}, {})
+    found = calibrate(run.read_graph(), [*whole, *later], went_on, {}, {})
+    assert found.versions == len(whole)
+    assert found.step_s == pytest.approx(before.step_s)
+    with pytest.raises(UserError, match=f"made 1 versions since it went on from version {len(whole)}"):
+        calibrate(run.read_graph(), [*whole, later[0]], went_on, {}, {})
+
+
+def test_a_run_whose_components_told_nothing_is_refused(run_dir: Path) -> None:
+    run = RunDir(run_dir)
+    metrics = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    silent = [{k: v for k, v in m.items() if k in ("step", "time")} for m in metrics]
+    with pytest.raises(UserError, match="over before its components told"):
+        calibrate(run.read_graph(), silent, [], {}, {})
 
 
 def test_a_run_corrects_the_rate_of_its_device(run_dir: Path) -> None:

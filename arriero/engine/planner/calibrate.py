@@ -25,7 +25,7 @@ from arriero.engine.planner.times import Duration, Fixed, Recorded
 from arriero.engine.planner.trace import Trace
 from arriero.engine.rates import repetitions, windows
 from arriero.schemas.graph import GraphSpec, NodeSpec
-from arriero.schemas.ledger import Event, Trained
+from arriero.schemas.ledger import Event, Resumed, Trained
 from arriero.schemas.run import RecordTime
 
 Line = Mapping[str, object]
@@ -116,15 +116,20 @@ def calibrate(
     firing_s: Mapping[str, float],
     record_s: Mapping[str, RecordTime],
 ) -> Calibration:
-    """Times of a run's components. Raises UserError for a run with fewer than four versions.
+    """Times of a run's components, of one that went on since then. Raises UserError below four versions.
 
     `firing_s`, `record_s`: those of the whole run's summary; empty if the run isn't over.
     """
-    if len(metrics) < _WARM_UP + 2:
+    events = [*ledger]
+    resumed = next((e for e in reversed(events) if isinstance(e, Resumed)), None)
+    since = max(resumed.versions.values(), default=0) if resumed else 0
+    made = [line for line in metrics if _number(line["step"]) > since]
+    if len(made) < _WARM_UP + 2:
+        went_on = f" since it went on from version {since}" if since else ""
         raise UserError(
-            f"the run made {len(metrics)} versions; at least {_WARM_UP + 2} are needed to learn from"
+            f"the run made {len(made)} versions{went_on}; at least {_WARM_UP + 2} are needed to learn from"
         )
-    lines = metrics[_WARM_UP - 1 :]
+    lines = made[_WARM_UP - 1 :]
     at = [_number(line["time"]) for line in lines]
     producer = spec.loops[0].producer if spec.loops else spec.nodes[-1].name
     step_s = (at[-1] - at[0]) / (len(at) - 1)
@@ -134,13 +139,15 @@ def calibrate(
         each = _between(node, lines) if step_s > 5.0 else ()
         mean = firing_s.get(node.name) or fmean(_between(node, [lines[0], lines[-1]]) or (0.0,))
         times[node.name] = Recorded(seconds=tuple(each)) if each else Fixed(mean)
-    trained = [e.tokens for e in ledger if isinstance(e, Trained) and e.node == producer]
+    if not any(t.mean for t in times.values()):
+        raise UserError("the run was over before its components told how long they take, once a second")
+    trained = [e.tokens for e in events if isinstance(e, Trained) and e.node == producer]
     return Calibration(
         spec=spec,
         times=times,
         step_s=step_s,
         tokens=fmean(trained) if trained else 0.0,
-        versions=len(metrics),
+        versions=len(made),
         record_s=record_s,
     )
 
