@@ -18,6 +18,7 @@ from arriero.engine.lineage.writer import Item, LineageWriter, Seen
 from arriero.engine.runtime.ledger import Ledger
 from arriero.launchers.cli import main
 from arriero.launchers.rundir import RunDir
+from arriero.launchers.ui.rollouts import one
 from arriero.schemas.ledger import Admitted, DroppedEvent, Evaluated, Resumed, Trained
 from arriero.schemas.messages import Weights
 from tests.lineage_runs import OPENED, batch_of_groups, recorded_run, scored_group
@@ -321,3 +322,20 @@ def test_two_processes_that_keep_the_same_shard_at_once_both_put_a_whole_one_the
     one.settle()
     other.settle()
     assert (other.read("0.json"), other.below()) == (b"whole", ["0.json"])
+
+
+def test_what_each_turn_earned_stands_in_the_tables_and_beside_the_rollout(tmp_path: Path) -> None:
+    group = scored_group(3)
+    played = group.scores[0].model_copy(update={"turns": (0.25, 0.75)})
+    writer = LineageWriter(str(tmp_path), OPENED)
+    writer.commit(
+        [admitted(3), Seen("reward", group.model_copy(update={"scores": (played, group.scores[1])}))]
+    )
+    writer.commit(step(1, 4))
+    writer.close("finished")
+    index = Index(str(tmp_path))
+    told = {row["id"]: row["turns"] for row in index.rows("select id, turns from rollouts")}
+    name = f"{group.group.id}/0"
+    assert told.pop(name) == [0.25, 0.75]
+    assert not any(told.values())
+    assert one(index, name, None).turns == (0.25, 0.75)

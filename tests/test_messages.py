@@ -302,6 +302,17 @@ def test_provenance_is_written_without_validating_again() -> None:
     assert group.id == ""
 
 
+def test_a_group_that_comes_with_its_scores_is_named_as_they_are() -> None:
+    # A generator of episodes gives both at once; without a name all its rollouts would share theirs.
+    prompt = Prompt(id="p", text="?")
+    score = Score(value=1.0, outcome=Outcome.OK)
+    played = ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=(rollout(0),)), scores=(score,))
+    stamped = played.stamped(id="p>episodes", parents=("p",), origins=(3,))
+    assert (stamped.group.id, stamped.group.parents, stamped.group.origins) == ("p>episodes", ("p",), (3,))
+    scored = played.model_copy(update={"group": played.group.stamped(id="g", parents=("p",), origins=(3,))})
+    assert scored.stamped(id="g>reward", parents=("g",), origins=(3,)).group.id == "g"
+
+
 def test_a_graph_needs_a_node() -> None:
     with pytest.raises(ValidationError, match="at least 1 item"):
         GraphSpec(name="g", nodes=())

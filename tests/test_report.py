@@ -118,6 +118,21 @@ def test_hostile_output_stays_text() -> None:
         assert tags.text.count(HOSTILE) == number
 
 
+def test_a_rollout_tells_what_each_of_its_turns_earned() -> None:
+    group = RolloutGroup(id="g", prompt=Prompt(id="p", text="?"), rollouts=(rollout(0), rollout(0)))
+    scores = (
+        Score(value=1.25, outcome=Outcome.OK, turns=(-0.25, 1.5)),
+        Score(value=0.0, outcome=Outcome.WRONG),
+    )
+    step = Trained(
+        node="t", version=1, batch="b", origins=(0,), tokens=3, staleness_max=0, staleness_mean=0.0,
+        reward_mean=1.0,
+    )  # fmt: skip
+    page = group_html(ScoredGroup(id="s", group=group, scores=scores), step, {}, None)
+    assert "reward 1.25 (ok)" in page
+    assert page.count("of its turns -0.25, 1.5") == page.count("of its turns") == 1
+
+
 def test_hostile_names_stay_text_in_charts() -> None:
     drawn = charts.timeline({HOSTILE: [(0.0, 1.0, HOSTILE), (1.0, 2.0, "busy")]})
     drawn += charts.line(HOSTILE, [(1, 1.0), (2, 3.0)]) + charts.histogram(HOSTILE, [1.0, 2.0, 2.0])

@@ -55,16 +55,14 @@ def test_first_middle_and_last_page_come_at_once(url: str, order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["newest", "best"])
-def test_a_search_is_bounded_and_goes_on_where_it_ended(url: str, order: str) -> None:
-    at, looks = 0, 0
+def test_a_search_goes_on_where_it_ended_until_it_has_looked_into_all(url: str, order: str) -> None:
+    at = 0
     while at < WRITTEN:
-        page, took_s = asked(url, text="never said", start=at, order=order)
-        assert took_s < BOUND_S
+        page, _ = asked(url, text="never said", start=at, order=order)
         assert page["lines"] == []
         assert page["searched"] > at
         assert page["after"] == (page["searched"] if page["searched"] < WRITTEN else None)
-        at, looks = page["searched"], looks + 1
-    assert looks < 20  # each of 1.5 s; an idle machine needs one
+        at = page["searched"]
 
 
 def test_a_search_finds_what_the_list_shows_in_its_order(url: str) -> None:

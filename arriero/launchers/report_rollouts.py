@@ -88,6 +88,7 @@ def _rollout(
     rollout: Rollout, score: Score, step: Trained, advantage: float | None, pieces: Pieces | None
 ) -> str:
     told = f"reward {score.value:.4g} ({score.outcome}), {int(rollout.mask.sum())} tokens, {rollout.finish}"
+    told += f", of its turns {', '.join(f'{t:.4g}' for t in score.turns)}" if score.turns else ""
     told += f", advantage {advantage:.3g}" if advantage is not None else ""
     detail = f" {_cut(score.detail, 300)}" if score.detail else ""
     text = _cut(rollout.text) if pieces is None else _tokens(rollout, step, advantage, pieces)

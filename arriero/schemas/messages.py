@@ -188,6 +188,14 @@ class ScoredGroup(Record):
             raise ValueError(f"{len(self.scores)} scores for {len(self.group.rollouts)} rollouts")
         return self
 
+    def stamped(self, *, id: str, parents: tuple[str, ...], origins: tuple[int, ...]) -> Self:
+        """As of any record; a group that no node gave out before is stamped alike, so that it has a name."""
+        stamped = super().stamped(id=id, parents=parents, origins=origins)
+        if self.group.id:
+            return stamped
+        group = self.group.stamped(id=id, parents=parents, origins=origins)
+        return stamped._unchecked({"group": group})
+
     @property
     def oldest_version(self) -> int | None:
         return self.group.oldest_version

@@ -4,7 +4,8 @@
 |------------|-------------------------------------------------------------------------------------------|
 | `events`   | an event of the ledger or of the run, a version of the weights, a redacted id               |
 | `rollouts` | a response, as one node passed it on: prompt, reward, outcome, versions that sampled it,     |
-|            | length, place of its arrays; `raw` is the reward before shaping, if that is another         |
+|            | length, place of its arrays; `raw` is the reward before shaping, if that is another; `turns` |
+|            | what each turn earned, if it is told apart                                                 |
 | `samples`  | a rollout in a batch, its reward there, place of its advantages                              |
 
 `entry` is the number of the entry that a row comes from. What a later entry makes of an earlier one (a run
@@ -36,6 +37,7 @@ from arriero.schemas.lineage import (
     Noted,
     Redacted,
     RunEntry,
+    ScoresEntry,
     WeightsEntry,
 )
 
@@ -58,6 +60,7 @@ RAW: dict[str, dict[str, str]] = {
         "newest": "int64", "finish": "string", "temperature": "double", "seed": "int64", "part": "int64",
         "start": "int64", "recorded": "string", "origin": "int64",
         "text_part": "int64", "text_start": "int64", "text_size": "int64", "raw": "double",
+        "turns": "doubles",
     },
     "samples": {
         "entry": "int64", "batch": "string", "number": "int64", "scored": "string", "rollout": "int64",
@@ -107,7 +110,8 @@ class Rows:
 
         types: dict[str, pa.DataType] = {
             "int64": pa.int64(), "double": pa.float64(), "string": pa.string(),
-            "int64s": pa.list_(pa.int64()), "strings": pa.list_(pa.string()),
+            "int64s": pa.list_(pa.int64()),
+            "doubles": pa.list_(pa.float64()), "strings": pa.list_(pa.string()),
         }  # fmt: skip
         found: dict[str, pa.Table] = {}
         for name, columns in RAW.items():
@@ -140,8 +144,12 @@ def _rollouts(number: int, g: GroupEntry) -> tuple[Sequence[Any], ...]:
         g.sampled, g.oldest, g.newest, g.finishes, g.temperatures, g.seeds, [g.arrays.part] * n, starts,
         [f"{g.recorded}/{k}" if g.recorded else "" for k in range(n)],
         [next(iter(origins_of(g)), None)] * n, [t.part] * n, [t.start] * n, [t.size] * n,
-        s.raw if s else nothing,
+        s.raw if s else nothing, _turns(s) if s else nothing,
     )  # fmt: skip
+
+
+def _turns(scores: ScoresEntry) -> list[Any]:
+    return [told.get("turns") for told in scores.more] or [None] * len(scores.values)
 
 
 def _samples(number: int, b: BatchEntry) -> tuple[Sequence[Any], ...]:

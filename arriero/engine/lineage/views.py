@@ -4,7 +4,8 @@
 |------------|-------------------------------------------------------------------------------------------|
 | `steps`    | a version that was trained: its batch, staleness, reward, loss and all other measures       |
 | `rollouts` | a response, as the last node left it: prompt, reward, outcome, versions that sampled it,    |
-|            | length, place of its arrays; `raw` is the reward before shaping, if that is another         |
+|            | length, place of its arrays; `raw` is the reward before shaping, if that is another; `turns` |
+|            | what each turn earned, if it is told apart                                                 |
 | `samples`  | a rollout in a batch: the step made from it, its reward there, place of its advantages        |
 | `prompts`  | an admission: row, epoch, and what became of it                                              |
 | `weights`  | a version that a loop carried, with its fingerprint                                          |

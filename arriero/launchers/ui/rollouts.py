@@ -109,7 +109,7 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True)
 class One:
-    """A rollout in full; `others` are those of its group, with their rewards."""
+    """A rollout in full; `turns`: what each earned; `others` are those of its group, with their rewards."""
 
     line: Line
     texts: Texts | None
@@ -119,6 +119,7 @@ class One:
     recorded: str
     prompt_id: str
     steps: tuple[int, ...]
+    turns: tuple[float, ...]
     tokens: tuple[Token, ...]
     left_out: int
     others: tuple[tuple[str, float | None], ...]
@@ -176,7 +177,7 @@ def one(index: Index, name: str, pieces: Pieces | None) -> One:
         line=_lines(rows, texts)[0], texts=texts.get(name), reward_version=row["reward_version"],
         temperature=row["temperature"], seed=row["seed"], recorded=row["recorded"], prompt_id=row["prompt"],
         steps=tuple(dict.fromkeys(s["version"] for s in samples if s["version"] is not None)),
-        tokens=tokens, left_out=max(row["length"] - _MOST_TOKENS, 0),
+        turns=tuple(row["turns"] or ()), tokens=tokens, left_out=max(row["length"] - _MOST_TOKENS, 0),
         others=tuple((r["id"], r["reward"]) for r in others),
     )  # fmt: skip
 

@@ -145,6 +145,7 @@ function one(found) {
   const { line, texts } = found;
   const facts = [
     ["id", line.id], ["reward", number(line.reward)], ["before shaping", number(line.raw)],
+    ["of turns", found.turns.map((reward, k) => `${k + 1}: ${number(reward)}`).join(", ")],
     ["outcome", line.outcome], ["said of it", texts?.detail ?? ""], ["tokens sampled", line.sampled],
     ["finish", line.finish], ["versions", line.oldest === line.newest ? line.newest : `${line.oldest} to ${line.newest}`],
     ["staleness", line.staleness ?? ""], ["temperature", number(found.temperature)], ["seed", found.seed],
