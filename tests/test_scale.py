@@ -333,15 +333,18 @@ def test_one_that_cannot_join_is_told_and_the_run_goes_on_without_it(
 def test_a_run_does_not_wait_at_its_end_for_one_that_still_loads_its_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Running(tmp_path, "--generators", "1", "--steps", "60", "--seconds", "0.2", "--guests", "hang")
+    over = tmp_path / "over"
+    words = ["--generators", "1", "--steps", "100000", "--seconds", "0.02", "--until", str(over)]
+    run = Running(tmp_path, *words, "--guests", "hang")
     try:
         run.until(lambda: run.steps() >= 2)
         assert run.scale(capsys, "generator=2")[0] == 0
+        over.touch()
         assert run.ended() == 0, run.errors  # it would load for an hour
     finally:
         run.process.kill()
     assert "generator-1 hadn't begun, and the run comes to its end" in run.errors
-    assert RunDir(run.path).read_summary().groups_trained == 240
+    assert RunDir(run.path).read_summary().state == "finished"
     assert audited(str(run.path)).findings == []
 
 
@@ -363,7 +366,7 @@ def test_a_run_that_goes_on_has_the_replicas_that_it_was_given(
         assert run.ended() == 130, run.errors
     finally:
         run.process.kill()
-    once = [("generator", [], [1], 1), ("reward", [1, 2], [], 3)]
+    once: list[tuple[str, list[int], list[int], int]] = [("generator", [], [1], 1), ("reward", [1, 2], [], 3)]
     assert (before, run.scaled()) == (once, [*once, *once])
     (resumed,) = [e for e in run.events() if e["kind"] == "resumed"]
     assert resumed["scaled"] == {"generator": 1, "reward": 3}
