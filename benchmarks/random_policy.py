@@ -19,15 +19,22 @@ from arriero.launchers.demo_model import write_tiny_llama
 
 
 def write_model(directory: Path, *, hidden: int, layers: int, heads: int, context: int) -> None:
-    """A random Llama with a tokenizer of characters; its MLP is three times as wide as `hidden`."""
+    """A random Llama with a tokenizer of characters; its MLP is three times as wide as `hidden`.
+
+    It has no end of sequence, so that all responses have the same length.
+    """
     write_tiny_llama(directory, characters="0123456789+= ")
     tokens = json.loads((directory / "config.json").read_text())["vocab_size"]
     config = LlamaConfig(
         vocab_size=tokens, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=context,
+        eos_token_id=None,
     )  # fmt: skip
     untyped: Any = LlamaForCausalLM
     untyped(config).save_pretrained(directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def generator_context(*, staleness: int) -> Context:

@@ -3,7 +3,8 @@
     python -m benchmarks.stalls [--model DIRECTORY] [--versions 7] [--json]
 
 One engine decodes all the time; versions come over shared memory. *Transfer* is from the announcement until a
-version is ready on the generator's side, beside the decoding. *Stall* is the time between two decoding steps
+version is ready on the generator's side, beside the decoding: in the second set of weights if there is one
+(`standby`: the default `auto`, and off), else in host memory. *Stall* is the time between two decoding steps
 in which it is put in use. *Step* is a decoding step while nothing arrives, and *beside* one while a version
 does, which shares the processors with it. Medians over the versions. Without --model, a random Llama of 29
 million parameters.
@@ -26,16 +27,18 @@ from arriero.components.generator import Generator
 from arriero.components.policy import load_tokenizer
 from arriero.components.rollout_engine import Request, RolloutEngine, open_engine
 from arriero.components.sampling import Sampling
+from arriero.components.second_set import SecondSet
 from benchmarks.random_policy import generator_context, publishing, write_model
 
 REQUESTS, CONTEXT = 8, 512
+CHOICES: tuple[SecondSet, ...] = ("auto", False)  # the default first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """Milliseconds, and the share of the transfer that the generator stood still for."""
 
-    standby: bool
+    standby: SecondSet
     transfer_ms: float
     stall_ms: float
     step_ms: float
@@ -57,7 +60,7 @@ def steps(engine: RolloutEngine, turn: int, number: int, arriving: threading.Thr
     return taken
 
 
-def measure(model: str, versions: int, *, standby: bool) -> Figures:
+def measure(model: str, versions: int, *, standby: SecondSet) -> Figures:
     generator = Generator(
         model=model, samples=1, slots=REQUESTS, context=CONTEXT, engine="vllm", standby=standby,
         sampling=Sampling(max_new_tokens=CONTEXT // 2),
@@ -105,12 +108,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
             write_model(Path(folder), hidden=512, layers=9, heads=8, context=CONTEXT)
-        found = [measure(args.model or folder, args.versions, standby=standby) for standby in (False, True)]
+        found = [measure(args.model or folder, args.versions, standby=standby) for standby in CHOICES]
     if args.json:
         print(json.dumps([asdict(figures) for figures in found]))
         return
     for f in found:
-        print(f"standby {'on ' if f.standby else 'off'}: transfer {f.transfer_ms:.1f} ms, stall "
+        print(f"standby {f.standby!s:>5}: transfer {f.transfer_ms:.1f} ms, stall "
               f"{f.stall_ms:.2f} ms, share {f.stall_share:.4f}; a step takes {f.step_ms:.1f} ms alone, "
               f"{f.beside_ms:.1f} ms beside")  # fmt: skip
 

@@ -187,7 +187,7 @@ async def test_rollouts_without_finite_log_probabilities_are_counted_and_never_z
         (out,) = await collect(generator, prompts("1+1="), published)
     assert isinstance(out, Dropped)
     assert out.reason == "invalid"
-    assert counted == {"invalid_rollouts": 3}
+    assert counted["invalid_rollouts"] == 3
 
 
 def test_seeds_of_requests_depend_on_run_prompt_and_sample_only() -> None:

@@ -254,7 +254,7 @@ async def test_a_group_that_runs_out_of_time_is_resubmitted_so_often_and_then_dr
     (drop,) = dropped(found)
     assert drop.reason == "group_timeout"
     assert "resubmitted 2 times" in drop.detail
-    assert counted == {"resubmitted_groups": 2}
+    assert counted["resubmitted_groups"] == 2
 
 
 async def test_time_on_other_replicas_counts_for_the_time_out(model: Path) -> None:

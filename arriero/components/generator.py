@@ -28,6 +28,7 @@ from arriero.components.prompt_queue import PromptQueue
 from arriero.components.prompts import PromptSource
 from arriero.components.rollout_engine import EngineName, EnginePrecision, EvaluationEngine, KVCache
 from arriero.components.sampling import Sampling
+from arriero.components.second_set import SecondSet
 from arriero.components.stragglers import Stragglers
 from arriero.components.vllm_options import VLLMOptions
 from arriero.components.weight_intake import WeightIntake
@@ -58,10 +59,11 @@ class Generator:
     the keys and values of older weights or compute them again when new ones come. `precision`: of the
     engine's weights; the trainer's are cast to it as they arrive. `standby`: new weights are made ready
     beside those in use while decoding goes on, and then change places with them, which takes their memory
-    once more. `greedy_baseline`: a prompt that is trained on gets one greedy rollout more, for
-    `GroupAdvantage(baseline="greedy")`. `evaluation_engine` samples held-out prompts during training: its
-    `own` is a second one, which takes the memory of one more; the `same` keeps its weights meanwhile, so that
-    prompts which need newer ones wait. `auto`: `own` for transformers on devices of its own, else `same`.
+    once more; `auto`: where that is free. `greedy_baseline`: a prompt that is trained on gets one greedy
+    rollout more, for `GroupAdvantage(baseline="greedy")`. `evaluation_engine` samples held-out prompts during
+    training: its `own` is a second one, which takes the memory of one more; the `same` keeps its weights
+    meanwhile, so that prompts which need newer ones wait. `auto`: `own` for transformers on devices of its
+    own, else `same`.
     """
 
     model: str
@@ -75,7 +77,7 @@ class Generator:
     vllm: VLLMOptions = field(default_factory=VLLMOptions)
     kv_cache: KVCache = "keep"
     precision: EnginePrecision = "float32"
-    standby: bool = False
+    standby: SecondSet = "auto"
     greedy_baseline: bool = False
     evaluation_engine: EvaluationEngine = "auto"
     stragglers: Stragglers = field(default_factory=Stragglers)
@@ -87,11 +89,6 @@ class Generator:
         """Rollouts of a prompt that is trained on, the greedy one included."""
         return self.samples + self.greedy_baseline
 
-    @property
-    def receives_beside(self) -> bool:
-        """Whether versions arrive while it decodes: with vLLM always, into host memory."""
-        return self.standby or (self.engine == "vllm" and self.placement.devices == "apart")
-
     def want(self) -> int:
         return max(1, self.slots // self.group_size)
 
@@ -102,7 +99,7 @@ class Generator:
         return self.stragglers.backlog(self.want())
 
     def problems(self, view: GraphView) -> Iterable[str]:
-        yield from self.placement.problems(staleness=view.staleness, standby=self.standby)
+        yield from self.placement.problems(staleness=view.staleness, standby=self.standby is True)
         if self.evaluation_engine == "own" and self.placement.devices == "turns":
             yield "evaluation_engine=own with placement.devices=turns: there is no turn for it; use same"
         if (self.evaluation_engine, self.engine) == ("own", "vllm") and self.vllm.memory_share >= 0.5:
@@ -120,7 +117,7 @@ class Generator:
             yield f"{talks[0].path}: its prompts are chat messages; set chat.template, to `{MODEL}` say"
         if self.engine == "vllm":
             yield from self.vllm.problems(
-                self.sampling, self.precision, model=self.model, standby=self.standby
+                self.sampling, self.precision, model=self.model, standby=self.standby is True
             )
             if self.greedy_baseline and self.sampling.temperature != 1.0:
                 yield (
@@ -159,7 +156,7 @@ class Generator:
             work = await compute(self._load, context)
             compute.asleep = work.sleep
             await compute.rest()  # the first version has to be made
-            intake = WeightIntake(weights, work, compute, beside=self.receives_beside)
+            intake = WeightIntake(weights, work, compute, beside=work.receives_beside)
             lane = self._lane(weights, context, compute)
             try:
                 if not await intake.begin():

@@ -122,6 +122,10 @@ class GroupDecoding:
         """Whether held-out prompts are under way: then the weights have to stay."""
         return any(group.prompt.split == "eval" for group in self._open.values())
 
+    @property
+    def receives_beside(self) -> bool:
+        return self._engine.receives_beside
+
     def prepare(self, weights: Weights) -> None:
         """Receive a version beside the one in use; may run in another thread."""
         self._engine.prepare(published(weights))

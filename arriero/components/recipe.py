@@ -20,6 +20,7 @@ from arriero.components.publisher import WeightPlane
 from arriero.components.rewards import ExactMatch, Reward
 from arriero.components.rollout_engine import EngineName, EnginePrecision, EvaluationEngine, KVCache
 from arriero.components.sampling import Sampling
+from arriero.components.second_set import SecondSet
 from arriero.components.stragglers import Stragglers
 from arriero.components.trainer import Trainer
 from arriero.components.training_options import TrainingOptions
@@ -53,7 +54,7 @@ class SampledConfig:
     vllm: VLLMOptions = field(default_factory=VLLMOptions)
     kv_cache: KVCache = "keep"  # of running responses, when new weights come
     generator_precision: EnginePrecision = "float32"
-    standby: bool = False  # new weights arrive beside those that generators use
+    standby: SecondSet = "auto"  # new weights arrive beside those that generators use
     evaluation_engine: EvaluationEngine = "auto"  # for held-out prompts during training
     stragglers: Stragglers = field(default_factory=Stragglers)
     mismatch: MismatchGate = field(default_factory=MismatchGate)

@@ -104,10 +104,12 @@ class RolloutEngine(Protocol):
     """Samples responses for `Sampling`, up to a number of slots at once.
 
     `max_length`: tokens of a sequence, prompt included. `vocabulary`: ids the model knows, if it says so.
-    `version`: of the weights in use, -1 before the first `take`.
+    `version`: of the weights in use, -1 before the first `take`. `receives_beside`: `prepare` receives, so
+    that less is left for `take`.
     """
 
     version: int
+    receives_beside: bool
 
     @property
     def max_length(self) -> int: ...

@@ -14,6 +14,7 @@ from arriero.components.parking import Parking, own_memory
 from arriero.components.policy import load_model
 from arriero.components.quantized import QuantizedProjections
 from arriero.components.rollout_engine import Completion
+from arriero.components.second_set import room_for, second_set
 from arriero.engine.weights import Standby, WeightReceiver
 
 if TYPE_CHECKING:
@@ -58,7 +59,10 @@ class TransformersEngine(DecodeEngine):
             model.state_dict(keep_vars=True) if self._quantized is None else self._quantized.tensors(model)
         )
         self._receiver = WeightReceiver(f"{context.node}-{context.replica}", context.secret)
-        self._standby = Standby(self._receiver, self._into) if config.standby else None
+        own = {id(tensor): tensor.nbytes for tensor in self._into.values()}  # tied ones once
+        twice = second_set(config, context, [room_for(sum(own.values()), device)])
+        self._standby = Standby(self._receiver, self._into) if twice else None
+        self.receives_beside = twice
 
     def sleep(self, level: int) -> None:
         if not self._parking.parked:

@@ -71,6 +71,7 @@ class VLLMEngine:
         self._inputs: Any = import_module("vllm.inputs.engine")
         self._sampling: Any = import_module("vllm.sampling_params")
         self._open: dict[str, Request] = {}
+        self.receives_beside = config.placement.devices == "apart"  # into host memory at least
         self._sleeps, self._asleep = sleeps(config), 0
         self._last: WeightManifest | None = None
         self._ready: int | None = None  # the version that every rank has, but doesn't use yet

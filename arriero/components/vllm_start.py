@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arriero.components.head_padding import HeadPadding, padding_for
+from arriero.components.second_set import second_set
 from arriero.engine.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _QUIET = {
 }
 _ON_CPU = {
     "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of several processes starve each other
-    "TORCH_COMPILE_DISABLE": "1",  # otherwise asking for log-probabilities starts a C++ compiler
+    "TORCH_COMPILE_DISABLE": "1",  # in workers; see `_compile_nothing`
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other roles of the run use these cores too
 }
 
@@ -37,12 +38,14 @@ def start(config: Generator, model: Any, max_length: int, context: Context) -> A
     from arriero.components.vllm_loading import configured
 
     for problem in config.vllm.problems(
-        config.sampling, config.precision, model=config.model, standby=config.standby
+        config.sampling, config.precision, model=config.model, standby=config.standby is True
     ):
         raise UserError(problem)
     gpu = torch.cuda.is_available()
     for key, value in (_QUIET if gpu else _QUIET | _ON_CPU).items():
         os.environ.setdefault(key, value)
+    if not gpu:
+        _compile_nothing()
     engine_args: Any = import_module("vllm.engine.arg_utils").EngineArgs
     engine: Any = import_module("vllm.v1.engine.llm_engine").LLMEngine
     options = config.vllm
@@ -77,7 +80,9 @@ def start(config: Generator, model: Any, max_length: int, context: Context) -> A
         llm = engine.from_engine_args(arguments)
     torch.set_num_threads = set_num_threads  # vLLM replaces it, for the whole process
     name = f"{context.node}-{context.replica}"
-    llm.collective_rpc("open_intake", args=(name, context.secret, padding, config.standby))
+    llm.collective_rpc("open_intake", args=(name, context.secret, padding))
+    if second_set(config, context, llm.collective_rpc("room_for_twin")):
+        llm.collective_rpc("make_twin")
     return llm
 
 
@@ -86,6 +91,15 @@ def sleeps(config: Generator) -> bool:
     import torch
 
     return config.placement.devices == "turns" and torch.cuda.is_available()
+
+
+def _compile_nothing() -> None:
+    """Keep vLLM on a CPU from starting a C++ compiler when it is asked for log-probabilities.
+
+    The environment says so too, but torch reads it when it is imported, which it is by now.
+    """
+    settings: Any = import_module("torch._dynamo.config")
+    settings.disable = True
 
 
 def _zero_new_cache_blocks() -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from arriero.components.engine_layout import engine_layout
 from arriero.components.head_padding import HeadPadding
+from arriero.components.second_set import Room, room_for
 from arriero.components.vllm_loading import Twin, load
 from arriero.components.vllm_parts import Part
 from arriero.engine.weights import SenderGone, StaleWeights, WeightError, WeightReceiver
@@ -56,19 +57,27 @@ class WeightIntake:
     rank: int
     _arriero: _Intake | None = None
 
-    def open_intake(self, name: str, secret: bytes, padding: HeadPadding | None, standby: bool) -> None:
+    def open_intake(self, name: str, secret: bytes, padding: HeadPadding | None) -> None:
         """Prepare for `begin_weights`; `name` is what the sender calls this generator if it gets stuck."""
         parallel, model_config = self.vllm_config.parallel_config, self.vllm_config.model_config
         runner = self.model_runner
-        twin = None
-        if standby:
-            twin = Twin(runner.get_model(), self.vllm_config, in_place=not model_config.enforce_eager)
         self._arriero = _Intake(
             f"{name}/{self.rank}", secret, padding, model_config.hf_config, parallel.tensor_parallel_size,
-            self.rank % parallel.tensor_parallel_size, twin, self.device,
+            self.rank % parallel.tensor_parallel_size, self.device,
         )  # fmt: skip
         if hasattr(runner, "_init_kv_zero_meta") and not hasattr(runner, "_kv_block_zeroer"):
             runner._init_kv_zero_meta()  # a worker process of its own: see `vllm_start`, zeroed cache blocks
+
+    def room_for_twin(self) -> Room:
+        """What a second set of this rank's weights takes, and what is free."""
+        tensors = self.model_runner.get_model().parameters()
+        return room_for(sum(tensor.nbytes for tensor in tensors), self.device)
+
+    def make_twin(self) -> None:
+        """From now on versions are made ready beside the weights in use."""
+        assert self._arriero is not None, "open_intake comes first"
+        in_place = not self.vllm_config.model_config.enforce_eager
+        self._arriero.twin = Twin(self.model_runner.get_model(), self.vllm_config, in_place=in_place)
 
     def begin_weights(self, manifest: str) -> None:
         """Let a version (a `WeightManifest` as JSON) arrive beside the decoding."""
@@ -106,7 +115,7 @@ class _Intake:
 
     def __init__(
         self, name: str, secret: bytes, padding: HeadPadding | None, config: Any, ranks: int, rank: int,
-        twin: Twin | None, device: torch.device,
+        device: torch.device,
     ) -> None:  # fmt: skip
         self._receiver = WeightReceiver(name, secret, self._stores if ranks > 1 else None)
         self._padding = padding
@@ -114,7 +123,8 @@ class _Intake:
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._layout: RankLayout | None = None
         self._held: dict[str, Tensor] = {}
-        self.twin, self._device = twin, device
+        self.twin: Twin | None = None
+        self._device = device
         self._thread = ThreadPoolExecutor(1, "arriero-weights")
         self._arriving: Future[Arrived] | None = None
 

@@ -133,6 +133,10 @@ class EpisodeDecoding:
         """Whether held-out prompts are under way: then the weights have to stay."""
         return any(group[0].prompt.split == "eval" for group in self._groups.values())
 
+    @property
+    def receives_beside(self) -> bool:
+        return self._engine.receives_beside
+
     def prepare(self, weights: Weights) -> None:
         """Receive a version beside the one in use; may run in another thread."""
         self._engine.prepare(published(weights))

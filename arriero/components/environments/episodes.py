@@ -91,7 +91,7 @@ class Episodes:
         context = current()
         with ComputeThread("episodes") as compute:
             work = await compute(self._load, context)
-            intake = WeightIntake(weights, work, compute, beside=self.generator.receives_beside)
+            intake = WeightIntake(weights, work, compute, beside=work.receives_beside)
             lane = self._lane(weights, context, compute)
             try:
                 if not await intake.begin():
