@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with one Python 3.11 to 3.13: it first sets up .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-vllm test test-slow test-slurm chaos fuzz lint format docs bench clean
+.PHONY: help setup demo demo-vllm test test-slow test-slurm chaos fuzz lint mypy pyright format docs bench clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -16,9 +16,9 @@ SOURCES := $(wildcard arriero tests benchmarks)
 EXTRAS := .[dev,kubernetes,lora,reasoning-gym,verifiers]
 HAS_GPU = { command -v nvidia-smi >/dev/null || test -e /dev/nvidia0; }
 HAS_TORCH = -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
-# Test files that run at a time; most of a test's time is waiting.
-TEST_JOBS ?= 2
-SIDE_BY_SIDE := --numprocesses $(TEST_JOBS) --dist loadfile
+# Test files that run at a time. On two cores, two of the fast ones used 0.4 of them: the rest is waiting.
+TEST_JOBS ?=
+side_by_side = --numprocesses $(or $(TEST_JOBS),$(1)) --dist loadfile --no-loadscope-reorder
 # Threads of small tensor operations disturb each other when tests start many processes.
 export OMP_NUM_THREADS ?= 1
 
@@ -64,20 +64,24 @@ demo-vllm: $(STAMP)
 
 test: $(STAMP)
 	@# What failed beside others runs again alone: what fails twice fails. The first failure stays to be read.
-	$(BIN)/pytest -m "not slow" $(SIDE_BY_SIDE) \
+	$(BIN)/pytest -m "not slow" $(call side_by_side,3) \
 	|| { test $$? -eq 1 && echo "again, one at a time, what failed side by side:" \
 	     && $(BIN)/pytest -m "not slow" --last-failed --last-failed-no-failures none; }
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m slow $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
+	$(BIN)/pytest -m slow $(call side_by_side,2) $(PYTEST_FLAGS)
 
 test-slurm: $(STAMP)
 	$(BIN)/pytest tests/slurm $(PYTEST_FLAGS)
 
-lint: $(STAMP)
+lint: $(STAMP) mypy pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+mypy: $(STAMP)
 	$(BIN)/mypy $(SOURCES)
+
+pyright: $(STAMP)
 	$(BIN)/pyright $(SOURCES)
 
 format: $(STAMP)

@@ -25,7 +25,19 @@ settings.register_profile(
 )
 settings.load_profile("arriero")
 
+# Begun first where files run side by side: the longest, of which one that begins last is waited for alone.
+_LONGEST = (
+    "test_critics_resume.py", "test_resume.py", "test_launch.py", "test_vllm_standby.py", "test_engines.py",
+    "test_engines_weights.py", "test_lineage_record.py", "test_scoring_models.py", "test_pipelines.py",
+)  # fmt: skip
+
 _runs = itertools.count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order of the files; within each it stays."""
+    order = {name: at for at, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(scope="session")

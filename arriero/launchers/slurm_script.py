@@ -25,11 +25,11 @@ begun() {
   for _ in $(seq 300); do squeue -h -s -j "$SLURM_JOB_ID" -o %i | grep -q "[.]$1$" && return; sleep 0.2; done
 }"""
 _END = """\
-# The hub decides; the others leave when it says so. TERM is for the tasks, which get it from Slurm.
+# The hub decides; the others leave when it says so, which one that was killed can't. TERM is for the tasks.
 trap : TERM
 while kill -0 $hub 2>/dev/null; do wait $hub; done
 wait $hub; code=$?
-for _ in $(seq {leave}); do [ -z "$(jobs -rp)" ] && break; sleep 1; done
+[ $code -gt 128 ] || for _ in $(seq {leave}); do [ -z "$(jobs -rp)" ] && break; sleep 1; done
 kill -KILL $(jobs -rp) 2>/dev/null
 if {{ [ $code -eq {preempted} ] || [ $code -gt 128 ]; }} \\
     && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ] \\

@@ -4,7 +4,7 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from arriero.engine.graph import Graph
-from tests.toys import Fault, ToyGenerator, ToyTrainer, toy_graph
+from tests.toys import Fault, ToyGenerator, ToyPrompts, ToyTrainer, toy_graph
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -24,6 +24,9 @@ class ToyConfig:
 def toy_run(cfg: ToyConfig) -> Graph:
     """Toy components that sleep instead of computing."""
     return toy_graph(
+        prompts=ToyPrompts(
+            count=1000 + 4 * cfg.steps
+        ),  # four groups a step, and what is under way at the end
         generator=ToyGenerator(
             fault=cfg.fault,
             fault_at=cfg.fault_at,

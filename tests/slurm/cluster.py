@@ -100,7 +100,7 @@ SlurmctldPort={_CONTROL_PORT}
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd-%n.log
 KillWait=30
-AuthInfo=cred_expire=10
+AuthInfo=cred_expire=5
 MinJobAge=300
 InactiveLimit=0
 SlurmctldTimeout=30

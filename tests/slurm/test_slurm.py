@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -46,7 +47,7 @@ hub = { cpus = 1, memory_mb = 500 }
 time = "10"
 
 [profile.packed]
-requeues = 1
+requeues = 2
 hub = { cpus = 1, memory_mb = 500 }
 [profile.packed.slurm]
 mode = "packed"
@@ -81,6 +82,17 @@ class Cluster:
             timeout=120, check=False,
         )  # fmt: skip
 
+    def until_told(self) -> tuple[str, ...]:
+        """Words with which the next run ends when `tell` says so."""
+        return (*LONG, "--until", str(self._end(self.runs + 1)))
+
+    def tell(self) -> None:
+        """Let the newest run end."""
+        self._end(self.runs).touch()
+
+    def _end(self, number: int) -> Path:
+        return self.folder / f"end{number}"
+
     def submit(self, *words: str, pipeline: str = PIPELINE, profile: str = "slurm") -> Run:
         self.runs += 1
         path = self.folder / f"run{self.runs}"
@@ -91,6 +103,8 @@ class Cluster:
 
 
 class Run:
+    """One run, by what it leaves in its directory and what Slurm says of its job."""
+
     def __init__(self, cluster: Cluster, path: Path, handle: str) -> None:
         self.cluster, self.path, self.handle = cluster, path, handle
 
@@ -120,6 +134,9 @@ class Run:
     def steps(self) -> int:
         metrics = self.path / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def has_made(self, steps: int) -> bool:
+        return self.steps() >= steps
 
     def step_numbers(self) -> list[int]:
         return [json.loads(line)["step"] for line in (self.path / "metrics.jsonl").read_text().splitlines()]
@@ -164,21 +181,33 @@ def cluster(installed: Cluster) -> Iterator[Cluster]:
     subprocess.run(["scancel", "--full", "--user=root"], env=installed.environment, check=False)
 
 
-def test_a_run_succeeds_on_several_nodes_and_is_known_from_elsewhere(cluster: Cluster) -> None:
-    run = cluster.submit("--text-bytes", "300000")  # groups of 600 kB: by claim check, between nodes
+def test_a_run_on_several_nodes_outlives_a_killed_generator_and_is_known_from_elsewhere(
+    cluster: Cluster,
+) -> None:
+    # Groups of 600 kB go by claim check, between nodes.
+    run = cluster.submit("--text-bytes", "300000", "--seconds", "0.2", *cluster.until_told())
+    run.until(lambda: run.steps() >= 2)
+    (trainer,) = (p.pid for p in run.processes("launchers.role", "--role trainer"))
+    next(iter(run.processes("launchers.role", "--role generator", "--replica 0"))).kill()
+    run.until(lambda: "generator-0 was killed" in run.log("hub-0"))
+    killed = run.steps()
+    run.until(lambda: run.steps() >= killed + 2)
+    assert trainer in {p.pid for p in run.processes("launchers.role", "--role trainer")}
+    cluster.tell()
     job = run.over()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), run.log("hub-0")
-    assert run.summary.state == "finished"
-    assert run.summary.steps == 3
-    together, generator, trainer = run.components()
-    assert {c["NodeList"] for c in (together, generator, trainer)} == {"n1", "n2", "n3"}
-    assert generator["TresPerTask"] == "gres:gpu:1"
-    assert trainer["MinMemoryCPU"] == "512M"  # of TorchX's named resource cpu.nano
+    summary = run.summary
+    assert (summary.state, summary.restarts) == ("finished", {"generator-0": 1})
+    assert run.step_numbers() == list(range(1, summary.steps + 1))
+    together, generator, trains = run.components()
+    assert {c["NodeList"] for c in (together, generator, trains)} == {"n1", "n2", "n3"}
+    assert (_gpus(generator), _gpus(trains)) == ("1", "")
+    assert trains["MinMemoryCPU"] == "512M"  # of TorchX's named resource cpu.nano
     status = cluster.arriero("status", str(run.path), "--json")
     told = json.loads(status.stdout)
-    assert (status.returncode, told["state"], told["steps"]) == (0, "finished", 3)
+    assert (status.returncode, told["state"], told["steps"]) == (0, "finished", summary.steps)
     assert told["replicas"]["generator"] == ["succeeded n2"] * 2
-    assert "finished after 3 steps" in cluster.arriero("logs", run.handle).stdout
+    assert f"finished after {summary.steps} steps" in cluster.arriero("logs", run.handle).stdout
     assert run.handle in cluster.arriero("status", "--on", "slurm").stdout
     # What was shipped ran, not what is installed, and the manifest says which.
     manifest = RunDir(run.path).read_manifest()
@@ -188,9 +217,15 @@ def test_a_run_succeeds_on_several_nodes_and_is_known_from_elsewhere(cluster: Cl
     assert code.exists()
 
 
-def test_the_first_error_ends_the_job_with_its_code(cluster: Cluster) -> None:
+def test_an_error_ends_its_job_with_its_code_beside_runs_that_are_cancelled_and_do_not_come_back(
+    cluster: Cluster,
+) -> None:
+    cancelled = [cluster.submit(*LONG, "--hub.replicas", hubs) for hubs in ("1", "3")]
     fault = cluster.submit("--fault", "raise", *LONG)
     mistake = cluster.submit("--fault", "user", *LONG, profile="small")
+    for run in cancelled:
+        run.until(partial(run.has_made, 2))
+        assert cluster.arriero("cancel", str(run.path)).returncode == 0
     job = fault.over()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "1:0")
     assert "ZeroDivisionError: the toy breaks as it was told to" in fault.log("hub-0")
@@ -199,55 +234,57 @@ def test_the_first_error_ends_the_job_with_its_code(cluster: Cluster) -> None:
     assert "ZeroDivisionError" in status.stdout
     assert mistake.over()["ExitCode"] == "2:0"
     assert "arriero: error: the toy has no model; pass --model PATH" in mistake.log("hub-0")
+    for run in cancelled:
+        _check_cancelled(cluster, run)
 
 
-def test_a_killed_generator_starts_again_and_the_others_go_on(cluster: Cluster) -> None:
-    run = cluster.submit("--steps", "60")
-    run.until(lambda: run.steps() >= 2)
-    (trainer,) = (p.pid for p in run.processes("launchers.role", "--role trainer"))
-    next(iter(run.processes("launchers.role", "--role generator", "--replica 0"))).kill()
-    run.until(lambda: "generator-0 was killed" in run.log("hub-0"))
-    assert trainer in {p.pid for p in run.processes("launchers.role", "--role trainer")}
-    assert run.over()["ExitCode"] == "0:0"
-    assert run.summary.restarts == {"generator-0": 1}
-
-
-@pytest.mark.parametrize("hubs", ["1", "3"])
-def test_a_cancelled_run_ends_in_order_and_does_not_come_back(cluster: Cluster, hubs: str) -> None:
-    run = cluster.submit(*LONG, "--hub.replicas", hubs)
-    run.until(lambda: run.steps() >= 2)
-    assert cluster.arriero("cancel", str(run.path)).returncode == 0
+def _check_cancelled(cluster: Cluster, run: Run) -> None:
     assert run.over()["JobState"] == "CANCELLED"
-    run.until((run.path / "summary.json").exists, 15)
+    run.until((run.path / "summary.json").exists, 60)
     assert run.summary.state == "stopped"
     assert cluster.arriero("status", str(run.path)).returncode == 1
     assert run.job()["Restarts"] == "0"
-    run.until(lambda: not run.processes("arriero.launchers"), 15)
+    run.until(lambda: not run.processes("arriero.launchers"), 60)
 
 
-def test_a_run_in_one_allocation_whose_hub_is_killed_is_requeued(cluster: Cluster) -> None:
-    run = cluster.submit("--steps", "40", "--ranks", "2", profile="packed")
+def test_a_run_in_one_allocation_goes_on_when_another_job_preempts_it_and_when_its_hub_is_killed(
+    cluster: Cluster,
+) -> None:
+    run = cluster.submit("--ranks", "2", *cluster.until_told(), profile="packed")
     run.until(lambda: run.steps() >= 2)
+    urgent = ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1"]
+    subprocess.run(urgent, cwd=cluster.folder, env=cluster.environment, capture_output=True, check=True)
+    run.until(lambda: run.job()["Restarts"] == "1")
+    stopped = run.steps()
+    run.until(lambda: run.steps() >= stopped + 2)
+    assert run.went_on() > 0
     (hub,) = run.processes("-m arriero.launchers.conduct")
     hub.kill()
-    run.until(lambda: run.job()["Restarts"] == "1")
+    run.until(lambda: run.job()["Restarts"] == "2")
+    killed = run.steps()
+    run.until(lambda: run.steps() >= killed + 2)
+    cluster.tell()
     job = run.over()
     assert (job["JobState"], job["NumNodes"]) == ("COMPLETED", "2"), run.log("hub-0")
     assert "HetJobId" not in job
-    assert "the job was started again; the run goes on" in run.log("hub-0")
-    assert run.step_numbers() == list(range(1, 41))
+    assert run.log("hub-0").count("the job was started again; the run goes on") == 2
+    assert not (run.path / "attempts").exists()
+    assert run.step_numbers() == list(range(1, run.summary.steps + 1))
 
 
 def test_a_run_with_three_hubs_goes_on_with_two_when_one_is_killed(cluster: Cluster) -> None:
-    run = cluster.submit("--steps", "120", "--hub.replicas", "3", profile="packed")
+    run = cluster.submit("--hub.replicas", "3", *cluster.until_told(), profile="packed")
     run.until(lambda: run.steps() >= 2)
     hubs = run.processes("-m arriero.launchers.hub_peer", "--replica")
     for process in (hubs[0], *hubs[0].children(recursive=True)):
         process.kill()
-    job = run.over(300)
+    killed = run.steps()
+    run.until(lambda: run.steps() >= killed + 40)
+    cluster.tell()
+    job = run.over()
     assert (job["JobState"], job["NumNodes"], job["Restarts"]) == ("COMPLETED", "2", "0"), run.log("hub-0")
-    assert run.step_numbers() == list(range(1, 121))
-    assert run.processes() == []
+    assert run.step_numbers() == list(range(1, run.summary.steps + 1))
+    run.until(lambda: not run.processes(), 60)
 
 
 def test_a_trainer_on_two_nodes_that_is_told_to_stop_is_requeued_and_goes_on(cluster: Cluster) -> None:
@@ -263,19 +300,7 @@ def test_a_trainer_on_two_nodes_that_is_told_to_stop_is_requeued_and_goes_on(clu
     assert run.summary.staleness_max <= 1
     assert {p.name for p in (run.path / "logs").glob("trainer*")} == {"trainer-0.0.log", "trainer-0.1.log"}
     assert {component["NumNodes"] for component in run.components()} == {"1", "2"}
-    assert [c["TresPerTask"] for c in run.components() if "TresPerTask" in c] == ["gres:gpu:1"] * 2
-
-
-def test_a_run_that_another_job_preempts_goes_on_from_its_version(cluster: Cluster) -> None:
-    run = cluster.submit(*real_words(cluster.folder, steps=80), pipeline="grpo", profile="packed")
-    run.until(lambda: run.steps() >= 2)
-    urgent = ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1"]
-    subprocess.run(urgent, cwd=cluster.folder, env=cluster.environment, capture_output=True, check=True)
-    run.until(lambda: run.job()["Restarts"] == "1")
-    assert run.over()["JobState"] == "COMPLETED", run.log("hub-0")
-    assert run.went_on() > 0
-    assert not (run.path / "attempts").exists()
-    assert run.step_numbers() == list(range(1, 81))
+    assert [_gpus(component) for component in run.components()] == ["", "1", "1"]
 
 
 def test_torchx_submits_the_same_job_and_a_cancelled_run_goes_on_with_resume(cluster: Cluster) -> None:
@@ -295,7 +320,7 @@ def test_torchx_submits_the_same_job_and_a_cancelled_run_goes_on_with_resume(clu
     run.until(lambda: run.steps() >= 2)
     assert cluster.arriero("cancel", str(path)).returncode == 0
     assert run.over()["JobState"] == "CANCELLED"
-    run.until((path / "summary.json").exists, 15)
+    run.until((path / "summary.json").exists, 60)
     again = cluster.arriero("run", "--resume", str(path))
     assert again.returncode == 0, again.stderr
     run = Run(cluster, path, again.stdout.strip())
@@ -315,8 +340,8 @@ def test_what_sbatch_refuses_is_one_line_with_the_remedy(cluster: Cluster) -> No
 
 
 def test_generators_join_a_running_job_by_jobs_of_their_own_and_leave_it(cluster: Cluster) -> None:
-    words = ["--steps", "160", "--generators", "1", "--generator-s", "0.05"]
-    run = cluster.submit(*words, profile="small")
+    words = ["--generators", "1", "--generator-s", "0.05"]
+    run = cluster.submit(*words, *cluster.until_told(), profile="small")
     run.until(lambda: run.steps() >= 2)
     more = cluster.arriero("scale", str(run.path), "generator=3")
     assert more.returncode == 0, more.stderr
@@ -337,20 +362,30 @@ def test_generators_join_a_running_job_by_jobs_of_their_own_and_leave_it(cluster
         process.kill()  # as with a node that is lost
     too_few = cluster.arriero("scale", str(run.path), "generator=0")
     assert (too_few.returncode, "at least one replica" in too_few.stderr) == (2, True)
+    run.until(lambda: all(f"generator-{k} leaves" in run.log("hub-0") for k in (1, 2)))
+    gone = run.steps()
+    run.until(lambda: run.steps() >= gone + 2)
+    cluster.tell()
     job = run.over()
     assert job["ExitCode"] == "0:0", run.log("hub-0")
     summary = run.summary
-    assert (summary.state, summary.steps, summary.groups_trained) == ("finished", 160, 640)
+    assert (summary.state, summary.groups_trained) == ("finished", 4 * summary.steps)
     events = [json.loads(line) for line in RunDir(run.path).ledger.read_text().splitlines()]
     scaled = [(e["joined"], e["leaving"]) for e in events if e["kind"] == "scaled"]
     assert scaled[:2] == [([1], []), ([2], [])]
     assert sorted(k for _, leaving in scaled for k in leaving) == [1, 2]
     over = cluster.arriero("scale", str(run.path), "generator=2")
     assert (over.returncode, "replicas join and leave while a run goes on" in over.stderr) == (2, True)
-    run.until(lambda: not run.processes("arriero.launchers"), 15)
+    run.until(lambda: not run.processes("arriero.launchers"), 60)
+
+
+def _gpus(component: dict[str, str]) -> str:
+    """Of each of its tasks: `gres:gpu:1` of Slurm 22.05, `cpu=1,gres/gpu=1` of 24.11."""
+    found = re.search(r"gres[:/]gpu[:=](\d+)", component.get("TresPerTask", ""))
+    return found[1] if found else ""
 
 
 def given(run: Run, replica: int) -> int:
-    """Records that a generator has given, by its last heartbeat."""
+    """Records that a generator has given since it was started last, by its last heartbeat."""
     pulse = RunDir(run.path).read_vitals().pulses.get(f"generator-{replica}-0")
     return pulse.status.nodes[0].given if pulse else 0
