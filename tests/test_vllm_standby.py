@@ -148,6 +148,18 @@ def test_a_version_that_fails_its_verification_leaves_the_engine_as_it_was(tmp_p
         check(r.finish(requests(12)), {1: new})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU what vLLM compiles is of use")
+def test_nothing_is_compiled_for_log_probabilities_on_a_cpu(tmp_path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    model = small_llama()
+    compiled = counters["frames"]["total"]
+    with rig(config(saved(model, tmp_path))) as r:
+        r.take(model)
+        check(r.finish(requests(2)), {0: model})
+    assert counters["frames"]["total"] == compiled
+
+
 def test_a_twin_has_the_biases_of_the_version_too(tmp_path: Path) -> None:
     models = dict(enumerate(_qwen(seed) for seed in range(3)))
     with rig(config(saved(models[0], tmp_path))) as r:
