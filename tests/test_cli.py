@@ -289,3 +289,11 @@ def test_a_run_leaves_what_it_is_made_of_and_its_directory_is_not_used_twice(
     )
     [line] = mistakes(tmp_path, *args)
     assert line.endswith("r has been used by a run; choose another --run-dir, or empty it with --overwrite")
+
+
+def test_a_missing_key_is_told_with_what_its_source_says_of_it(tmp_path: Path) -> None:
+    [line] = mistakes(tmp_path, "check", "ppo")
+    assert (
+        "missing: model, data.path, reward_model (the model/ of a run of the pipeline `reward_model`);"
+        in line
+    )

@@ -23,6 +23,7 @@ from arriero.launchers.keys import (
     Section,
     alternatives,
     default_of,
+    documented,
     fields,
     layout,
     nearest,
@@ -59,9 +60,9 @@ def resolve_assignments(
         resolver.assign(name, given)
     config = resolver.build(Section(members={"": config_type}), "", MISSING)
     if resolver.missing:
-        problems.append(
-            f"missing: {', '.join(resolver.missing)}; give --key value or put them into a --config file"
-        )
+        said = {key.name: text for key, text in documented(resolver.layout) if text}
+        named = ", ".join(f"{k} ({said[k]})" if k in said else k for k in resolver.missing)
+        problems.append(f"missing: {named}; give --key value or put them into a --config file")
     if config is MISSING:
         return None, {}
     return config, {k: resolver.source(k) for k in flatten(config)}

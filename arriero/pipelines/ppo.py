@@ -19,7 +19,7 @@ from arriero.schemas.messages import Weights
 class PPOConfig(CriticConfig, SampledConfig):
     """`reward_model` is what that pipeline made; critic and reference begin as `model`."""
 
-    reward_model: str
+    reward_model: str  # the model/ of a run of the pipeline `reward_model`
     rewards: PositiveInt = 1
     samples: PositiveInt = 1
     kl: NonNegativeFloat = 0.05  # the price of a nat away from the reference, paid by each token
