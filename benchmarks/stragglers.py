@@ -85,7 +85,7 @@ class EmulatedEngine:
     """Gives each response its length; `owed_s` is the time that the last calls would have taken."""
 
     def __init__(self) -> None:
-        self.version, self.max_length, self.vocabulary = 0, MOST + 64, None
+        self.version, self.max_length, self.vocabulary, self.receives_beside = 0, MOST + 64, None, False
         self.owed_s = 0.0
         self._left: dict[str, tuple[int, int, bool, list[int]]] = {}  # tokens to come, ends, versions so far
 

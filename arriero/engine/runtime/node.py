@@ -46,7 +46,7 @@ from arriero.engine.runtime.versions import LoopSource
 from arriero.engine.runtime.waits import NodeClock, first_error
 from arriero.engine.stream import Loop, Source, Stream
 from arriero.schemas.graph import GraphSpec
-from arriero.schemas.ledger import DroppedEvent, Event, loop_log
+from arriero.schemas.ledger import DroppedEvent, Event, Step, loop_log
 from arriero.schemas.messages import Dropped, Record, RolloutGroup, Weights
 from arriero.schemas.run import RunOptions
 
@@ -189,11 +189,14 @@ class NodeRunner:
         """Whether it matters to this node what was before it."""
         return self._ahead is not None or self._makes_versions or self._learns
 
-    async def _recall(self) -> None:
-        """Tell the component of its earlier lives, once the ledger is read up to now."""
+    async def _recall(self) -> tuple[Step, ...]:
+        """The steps of earlier lives, once the ledger is read up to now."""
         if self._remembers:
             await self.clock.wait(self.history.read.wait(), "the ledger up to now")
-        steps = self._before.recall()
+        return self._before.recall()
+
+    async def _work(self, streams: dict[str, Any]) -> None:
+        steps = await self._recall()
         self._learned = self._before.newest if self._learns else 0
         if self._makes_versions or self._learns:
             logs = [loop_log(loop.name) for loop in self.spec.loops if loop.producer == self.node.name]
@@ -202,9 +205,6 @@ class NodeRunner:
                 staleness = self.context.staleness
                 announced = await self._before.announced(self.broker, logs, staleness=staleness)
             enter(replace(self.context, made=steps, announced=announced, frontier=self._frontier.frontier))
-
-    async def _work(self, streams: dict[str, Any]) -> None:
-        await self._recall()
         try:
             await self._drive(streams)
         except SystemExit as error:  # would end the process in the middle of everything, perhaps with code 0
