@@ -58,6 +58,7 @@ async def test_a_row_is_a_judged_response_and_a_pair_two(tmp_path: Path) -> None
         ("a", "b", True), ("a", "c", False), ("d", "e", False), ("f", "g", True), ("f", "h", False),
     ]  # fmt: skip
     assert [j.id for j in found] == ["e0-r0", "e0-r1", "e0-r2", "e0-r3-0", "e0-r3-1"]
+    assert [(j.epoch, j.row) for j in found] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 3)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from arriero.components.policy import load_tokenizer
 from arriero.engine.lineage.reader import Lineage
 from arriero.engine.lineage.writer import LineageWriter, Seen
 from arriero.launchers.audit import audited
@@ -114,6 +116,40 @@ def test_supervised_text_goes_from_records_and_batches(tmp_path: Path) -> None:
     trained = [s for b in after.batches for s in after.batch(b).samples]
     assert {s.group for s in trained} & secret
     assert all(s.tokens.any() == (s.group not in secret) for s in trained)
+    assert audited(str(path)).findings == []
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["kto", "--examples-per-step", "4"], {"response": "{k}{k}{k}", "label": True}),
+        (["kto", "--examples-per-step", "4"], {"chosen": "{k}{k}{k}", "rejected": "9"}),
+        (["dpo", "--pairs-per-step", "4"], {"chosen": "{k}{k}{k}", "rejected": "9"}),
+    ],
+)
+def test_a_judged_response_goes_with_its_row_also_from_beside_other_prompts(
+    words: list[str], fields: dict[str, object], tmp_path: Path
+) -> None:
+    data, path = tmp_path / "judged.jsonl", tmp_path / "run"
+    rows = [
+        {"prompt": f"{k}+1=", **{f: v.format(k=k) if isinstance(v, str) else v for f, v in fields.items()}}
+        for k in range(4)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["run", *words, "--model", tiny_model(tmp_path / "tiny"), "--data", str(data), "--steps", "2"]
+    assert main([*command, "--inline", "--quiet", "--run-dir", str(path)]) == 0
+    tokenizer: Any = load_tokenizer(tmp_path / "tiny")
+    ids: list[int] = tokenizer.encode("222", add_special_tokens=False)
+
+    def told() -> int:
+        """Samples with the response of row 2 in them."""
+        record = Lineage(str(path))
+        samples = [s for b in record.batches for s in record.batch(b).samples]
+        return sum(s.tokens[s.mask][: len(ids)].tolist() == ids for s in samples)
+
+    assert told() >= 2
+    assert main(["lineage", "redact", str(path), "--row", "2"]) == 0
+    assert told() == 0
     assert audited(str(path)).findings == []
 
 

@@ -23,19 +23,21 @@ from arriero.components.text_ids import TextIds, tokenizer_problems
 from arriero.engine.errors import UserError
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.stream import Stream
-from arriero.schemas.messages import Batch, Dropped, Record, Said, Sample
+from arriero.schemas.messages import Batch, Dropped, Int63, Record, Said, Sample
 
 STRICT = ConfigDict(extra="forbid")
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Labelled(Record):
-    """A response to a prompt, and whether it was liked. `messages` as in `Prompt`."""
+    """A response to a prompt, and whether it was liked. The other fields are as in `Prompt`."""
 
     prompt: str
     response: str
     liked: bool
     messages: tuple[Said, ...] = ()
+    epoch: Int63 = 0
+    row: Int63 = 0
 
 
 @runtime_checkable
@@ -63,7 +65,7 @@ class LabelledSource(RowSource):
         async for epoch, row, judged in self.rows(self._judged):
             for k, one in enumerate(judged):
                 name = f"e{epoch}-r{row}" + (f"-{k}" if len(judged) > 1 else "")
-                yield one.model_copy(update={"id": name})
+                yield one.model_copy(update={"id": name, "epoch": epoch, "row": row})
 
     def _judged(self, row: Row) -> tuple[Labelled, ...] | None:
         pair = {self.chosen_field, self.rejected_field} <= row.values.keys()

@@ -17,18 +17,20 @@ from arriero.components.text_ids import TextIds, tokenizer_problems
 from arriero.engine.errors import UserError
 from arriero.engine.graph import GraphView, Rates
 from arriero.engine.stream import Stream
-from arriero.schemas.messages import Batch, Dropped, Record, Said, Sample
+from arriero.schemas.messages import Batch, Dropped, Int63, Record, Said, Sample
 
 STRICT = ConfigDict(extra="forbid")
 
 
 class Preference(Record):
-    """Two responses to one prompt, of which somebody chose one. `messages` as in `Prompt`."""
+    """Two responses to one prompt, of which somebody chose one. The other fields are as in `Prompt`."""
 
     prompt: str
     chosen: str
     rejected: str
     messages: tuple[Said, ...] = ()
+    epoch: Int63 = 0
+    row: Int63 = 0
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -45,7 +47,7 @@ class PreferenceSource(RowSource):
 
     async def run(self) -> AsyncIterator[Preference]:
         async for epoch, row, pair in self.rows(self._pair):
-            yield pair.model_copy(update={"id": f"e{epoch}-r{row}"})
+            yield pair.model_copy(update={"id": f"e{epoch}-r{row}", "epoch": epoch, "row": row})
 
     def _pair(self, row: Row) -> Preference | None:
         return pair_of(row, self.prompt_field, self.chosen_field, self.rejected_field)

@@ -102,13 +102,16 @@ class _Gone:
             self._spaces.rewrite(path, places.values(), _nothing)
 
     def _batch(self, entry: BatchEntry, wanted: set[int]) -> None:
+        """Mismatched responses too, for any of them may be one to a wanted prompt, beside another."""
         self._add("text", entry.salt, "bytes")
+        mismatched = {k for k, more in enumerate(entry.more) if more.get("mismatched")}
+        gone = mismatched | {k for k, origin in enumerate(entry.origin) if origin in wanted}
         own = [k for k, rollout in enumerate(entry.rollout) if rollout < 0]
         for k, piece in zip(own, pieces(entry.lengths[k] for k in own), strict=True):
-            if entry.origin[k] in wanted:
+            if k in gone:
                 self._tokens(_part(entry.own, piece))
         for k, _, piece in readings(entry):
-            if entry.origin[k] in wanted:
+            if k in gone:
                 self._add("reference", _part(entry.reference, piece), "values")
 
     def _tokens(self, place: Place) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from arriero.engine.errors import UserError
 from arriero.engine.graph import EvaluatesDuring, Evaluation, Graph, HasEvaluation, HasLimit
@@ -19,7 +19,7 @@ from arriero.engine.runtime.gate import Gate
 from arriero.engine.runtime.history import History
 from arriero.engine.runtime.node import NodeRunner
 from arriero.schemas.ledger import Admitted
-from arriero.schemas.messages import Dropped, Example, Prompt, Record, ScoredGroup
+from arriero.schemas.messages import Dropped, Prompt, Record, ScoredGroup
 
 _log = logging.getLogger(__name__)
 
@@ -186,10 +186,18 @@ class SourceRunner(NodeRunner):
         self._gate.changed.set()
 
 
+@runtime_checkable
+class _OfRow(Protocol):
+    """What was made of a row of a data set."""
+
+    epoch: int
+    row: int
+
+
 def _place(output: Record) -> tuple[int, int]:
     """Epoch and row of what a source gives; 0 for what has none."""
     data = output.group.prompt if isinstance(output, ScoredGroup) else output
-    return (data.epoch, data.row) if isinstance(data, Prompt | Example) else (0, 0)
+    return (data.epoch, data.row) if isinstance(data, _OfRow) else (0, 0)
 
 
 def steps(graph: Graph, producers: tuple[str, ...]) -> int | None:
