@@ -56,8 +56,8 @@ def begin_again(
 ) -> Begun:
     """As `preparing.begin`, in the directory of a run that has ended.
 
-    Raises UserError with every difference that `--allow-change` doesn't name, and on Kubernetes, where the
-    record stands in a volume of the cluster.
+    Raises UserError with every difference that `--allow-change` doesn't name, for a run that finished with
+    none, and on Kubernetes, where the record stands in a volume of the cluster.
     """
     from arriero.launchers import provenance
     from arriero.launchers.cluster import JOB_FILE
@@ -83,6 +83,11 @@ def begin_again(
         if (old := getattr(options, key)) != (new := getattr(given, key)):
             changed[key] = f"{old} -> {new}"
     check_allowed(changed, given.allow_change)
+    if not changed and (done := _finished(run)) is not None:
+        raise UserError(
+            f"{run.path} finished with step {done}, so nothing is left to do; for more steps give "
+            "--steps NUMBER --allow-change steps"
+        )
     if "record" in changed or "record_url" in changed:
         raise UserError("record and record_url stay as they were: the run goes on from its record")
     told = {"seed", "deterministic", "wait_bound_s", "liveness_s", "max_dead_letters", "restarts"}
@@ -102,6 +107,14 @@ def begin_again(
     if profile is not None:
         run.prepared.touch()
     return Begun(options=options, run=run, seen_as=str(run.path) if profile else "")
+
+
+def _finished(run: rundir.RunDir) -> int | None:
+    """The last step of a run that came to its end; None for one that didn't."""
+    if not run.summary.exists():
+        return None
+    summary = run.read_summary()
+    return summary.steps if summary.state == "finished" else None
 
 
 def _refuse_going(path: Path) -> None:
