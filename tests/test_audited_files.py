@@ -284,7 +284,7 @@ def test_a_record_whose_components_are_no_more_is_audited_without_them(run: RunD
     run.graph.write_text(text.replace("tests.lineage_runs:Talker", "tests.lineage_runs:Gone"))
     report = audited(str(run.path))
     assert {(f.check, f.where) for f in report.findings} == {("files", "graph.json")}
-    assert report.left[0].startswith("rewards, advantages and health: ")
+    assert report.left[0].startswith("texts, rewards, advantages and health: ")
     assert report.done["tokens"]
 
 

@@ -130,6 +130,7 @@ OTHER: dict[str, Any] = {
     "dual_clip": 3.0,
     "rho": 3.0,
     "beta": 0.3,
+    "standby": True,
 }
 # What is refused without another option.
 WITH: dict[tuple[str, str], dict[str, Any]] = {("distill", "beta"): {"divergence": "jsd"}}

@@ -280,6 +280,8 @@ def _start(ready: Ready, argv: list[str], *, result: bool = True) -> tuple[int, 
     from arriero.launchers.options import LaunchOptions
 
     given, path = ready.options, ready.pipeline.search_path
+    if given.inline:
+        launch.check_inline(ready.spec, hubs=given.hub.replicas)
     begin = preparing.begin if given.resume is None else again.begin_again
     begun = begin(ready, argv)
     if not given.quiet:

@@ -74,16 +74,21 @@ def launch(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOpti
 
 def inline(spec: GraphSpec, options: RunOptions, run: RunDir, launch: LaunchOptions) -> int:
     """As `launch`, with every node in this process and no server: for tests, breakpoints and notebooks."""
-    if options.hubs > 1:
-        raise UserError(f"hub.replicas = {options.hubs}: one process has no hub; leave it or --inline out")
-    if ranked := next((n for n in spec.nodes if n.ranks > 1), None):
-        raise UserError(
-            f"{ranked.name} has {ranked.ranks} ranks, and ranks are processes; run without --inline"
-        )
+    check_inline(spec, hubs=options.hubs)
     try:
         return asyncio.run(_inlined(spec, options, run, launch))
     finally:
         clean(run.path, options.run_id)
+
+
+def check_inline(spec: GraphSpec, *, hubs: int) -> None:
+    """UserError for what one process can't be."""
+    if hubs > 1:
+        raise UserError(f"hub.replicas = {hubs}: one process has no hub; leave it or --inline out")
+    if ranked := next((n for n in spec.nodes if n.ranks > 1), None):
+        raise UserError(
+            f"{ranked.name} has {ranked.ranks} ranks, and ranks are processes; run without --inline"
+        )
 
 
 async def _launched(
