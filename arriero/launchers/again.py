@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -56,8 +57,8 @@ def begin_again(
 ) -> Begun:
     """As `preparing.begin`, in the directory of a run that has ended.
 
-    Raises UserError with every difference that `--allow-change` doesn't name, for a run that finished with
-    none, and on Kubernetes, where the record stands in a volume of the cluster.
+    Raises UserError with every difference that `--allow-change` doesn't name, and on Kubernetes, where the
+    record stands in a volume of the cluster.
     """
     from arriero.launchers import provenance
     from arriero.launchers.cluster import JOB_FILE
@@ -83,10 +84,11 @@ def begin_again(
         if (old := getattr(options, key)) != (new := getattr(given, key)):
             changed[key] = f"{old} -> {new}"
     check_allowed(changed, given.allow_change)
-    if not changed and (done := _finished(run)) is not None:
-        raise UserError(
-            f"{run.path} finished with step {done}, so nothing is left to do; for more steps give "
-            "--steps NUMBER --allow-change steps"
+    if not (changed or given.quiet) and (done := _finished(run)) is not None:
+        print(
+            f"arriero: note: {run.path} finished with step {done}, so only checkpoints that are gone are "
+            "made anew; for more steps give --steps NUMBER --allow-change steps",
+            file=sys.stderr,
         )
     if "record" in changed or "record_url" in changed:
         raise UserError("record and record_url stay as they were: the run goes on from its record")
