@@ -14,7 +14,7 @@ from arriero.launchers.rundir import RunDir
 from arriero.schemas.lineage import GroupEntry
 from arriero.schemas.messages import ScoredGroup
 from tests.inline_runs import recorded_episodes, recorded_grpo
-from tests.lineage_forging import Entries, rechained, with_texts
+from tests.lineage_forging import Array, Entries, rechained, with_arrays, with_texts
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,14 @@ def test_a_response_said_to_be_another_than_its_tokens_is_found(run: RunDir) -> 
 def test_a_prompt_said_to_be_another_than_the_policy_read_is_found(run: RunDir) -> None:
     with_texts(run, '"0+0="', '"0+1="')
     assert found(run) == ["its first tokens aren't those of its prompt"] * 4
+
+
+def test_tokens_that_no_tokenizer_knows_are_found_and_end_no_audit(run: RunDir) -> None:
+    def change(tokens: Array) -> None:
+        tokens[-1] = -5
+
+    with_arrays(run, 0, "tokens", change)
+    assert any("can't be read by the tokenizer" in what for what in found(run))
 
 
 def left(report: Report) -> list[str]:

@@ -69,7 +69,10 @@ def texts(record: Lineage, spec: GraphSpec, graph: Graph, manifest: RunManifest 
             continue  # told by `content`
         group = whole.group if isinstance(whole, ScoredGroup) else whole
         found.count += len(group.rollouts)
-        wrong = min((list(_otherwise(group, reader)) for reader in able), key=len)
+        try:
+            wrong = min((list(_otherwise(group, reader)) for reader in able), key=len)
+        except (UserError, ValueError, OverflowError, TypeError) as error:  # ids that no tokenizer knows, say
+            wrong = [("", f"can't be read by the tokenizer of the run: {one_line(error)}")]
         found.findings += [Finding(check=CHECK, where=f"{name}{at}", what=what) for at, what in wrong]
     return found
 
