@@ -6,40 +6,30 @@ The toy generator works in segments of one token; whoever takes a continuation g
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import multiprocessing.process
 import random
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from arriero.engine.backlog import NO_BACKLOG, Backlog, either
+from arriero.engine.backlog import NO_BACKLOG, Backlog
 from arriero.engine.broker import Broker, EdgeDecl
 from arriero.engine.codec import encode
 from arriero.engine.errors import GraphError
 from arriero.engine.graph import Graph
 from arriero.engine.memory_edge import MemoryLease
-from arriero.engine.nats import NatsBroker
-from arriero.engine.nats_access import credential
-from arriero.engine.nats_server import start_server
 from arriero.engine.picture import mermaid, svg, table
-from arriero.engine.runtime import current, run_role
 from arriero.engine.runtime.inputs import EdgeSource
 from arriero.engine.runtime.waits import NodeClock
 from arriero.engine.stream import Stream
-from arriero.launchers.hub import access, edges, logs
-from arriero.schemas.continuations import Continuation, Response
+from arriero.launchers.hub import edges, logs
+from arriero.schemas.continuations import Continuation
 from arriero.schemas.graph import Capacity, GraphSpec
-from arriero.schemas.messages import Dropped, Prompt, Rollout, RolloutGroup, Weights
+from arriero.schemas.messages import Prompt, RolloutGroup, Weights
 from arriero.schemas.run import RunOptions
 from tests.brokers import Engine
 from tests.runtime_runs import (
@@ -47,104 +37,14 @@ from tests.runtime_runs import (
     Noting,
     Prompts,
     check_books,
-    declare,
     options,
     play,
     read,
     replica,
     start,
 )
+from tests.segments import EIGHT, SEGMENTED, WORKERS, Segmented, graph
 from tests.toys import ToyCollect
-
-# By run: which replicas worked on a prompt, segment by segment.
-WORKERS: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segmented:
-    """Samples `row % most + 1` tokens for a prompt, and offers it to all replicas after each of them.
-
-    Every `drop_every`-th row is dropped after its first token. The last `tail` replicas take no prompts.
-    """
-
-    most: PositiveInt = 3
-    seconds: NonNegativeFloat = 0.0
-    drop_every: NonNegativeInt = 0
-    replicas: PositiveInt = 1
-    tail: NonNegativeInt = 0
-
-    def puts_back(self) -> int:
-        return 100
-
-    async def run(
-        self, prompts: Stream[Prompt], weights: Stream[Weights], backlog: Backlog = NO_BACKLOG
-    ) -> AsyncIterator[RolloutGroup | Dropped]:
-        version = (await weights.next() or Weights(version=0)).version
-        if current().replica >= self.replicas - self.tail:
-            await backlog.refuse_prompts()
-        while records := await either(prompts, backlog):
-            for record in records:
-                last = await self._segment(record, version)
-                version = (weights.poll() or Weights(version=version)).version
-                while version < last.prompt.min_version:
-                    version = (await weights.next() or Weights(version=version)).version
-                tokens = last.prompt.row % self.most + 1
-                if self.drop_every and last.prompt.row % self.drop_every == 2:
-                    yield Dropped(parent=last.prompt.id, reason="invalid", detail="as told")
-                    continue
-                while last.num_tokens < tokens and not await backlog.put(last):
-                    last = await self._segment(last, version)
-                if last.num_tokens >= tokens:
-                    yield group(last)
-
-    async def _segment(self, record: Prompt | Continuation, version: int) -> Continuation:
-        last = record if isinstance(record, Continuation) else Continuation(prompt=record)
-        WORKERS[current().run_id][last.prompt.id].append(current().replica)
-        await asyncio.sleep(random.uniform(0, self.seconds))
-        before: list[int] = last.responses[0].versions.tolist() if last.responses else []
-        versions = np.array([*before, max(version, last.prompt.min_version)], np.int32)
-        size = len(versions)
-        response = Response(
-            tokens=np.arange(size, dtype=np.int32),
-            logprobs=np.full(size, -0.5, np.float32),
-            versions=versions,
-        )
-        return Continuation(prompt=last.prompt, responses=(response,))
-
-
-def group(last: Continuation) -> RolloutGroup:
-    (response,) = last.responses
-    size = response.tokens.size
-    rollout = Rollout(
-        tokens=np.append(np.int32(7), response.tokens),
-        mask=np.arange(size + 1) > 0,
-        logprobs=np.append(np.float32(np.nan), response.logprobs),
-        versions=np.append(np.int32(-1), response.versions),
-        text="",
-        finish="stop",
-    )
-    return RolloutGroup(prompt=last.prompt, rollouts=(rollout,))
-
-
-SEGMENTED, EIGHT = Segmented(), Noting(steps=8)
-
-
-def graph(
-    generator: Segmented = SEGMENTED,
-    *,
-    staleness: int = 1,
-    groups: int = 4,
-    prompts: Prompts = Prompts(),  # noqa: B008  # frozen
-    trainer: Noting = EIGHT,
-) -> GraphSpec:
-    g = Graph("segments")
-    weights = g.loop(Weights, staleness=staleness)
-    asked = g.add(prompts, name="prompts")()
-    rollouts = g.add(generator, name="generator", replicas=generator.replicas)(asked, weights)
-    scored = g.add(Moody(), name="reward")(rollouts)
-    batches = g.add(ToyCollect(groups=groups), name="collect")(scored)
-    weights.close(g.add(trainer, name="trainer")(batches))
-    return g.check()
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -343,70 +243,3 @@ def unexpected(*arguments: object) -> Any:
 async def test_a_backlog_works_only_in_a_run() -> None:
     with pytest.raises(RuntimeError, match=r"only inside run\(\) of a component that puts_back\(\)"):
         NO_BACKLOG.poll()
-
-
-# --- processes that are killed ----------------------------------------------------------------------------
-
-
-def process(spec: str, opts: str, role: str, number: int, url: str, token: str) -> None:
-    """One replica, in a process of its own."""
-    graph, run_options = GraphSpec.model_validate_json(spec), RunOptions.model_validate_json(opts)
-
-    async def run() -> None:
-        broker = await NatsBroker.connect(url, token, run=run_options.run_id)
-        try:
-            await run_role(graph, run_options, role=role, replica=number, run_dir=Path(), broker=broker)
-        finally:
-            await broker.close()
-
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-async def test_generators_killed_with_continuations_in_flight_lose_and_double_nothing(
-    folder: Path, run_name: str
-) -> None:
-    generator = Segmented(most=6, seconds=0.01, drop_every=9, replicas=3)
-    spec = graph(generator, groups=8, trainer=Noting(steps=10))
-    opts = options(run_name, max_deliveries=9, wait_bound_s=60.0, lease_s=20.0)
-    server = start_server(folder, access=access(spec, opts))  # every role with what it may do, no more
-    engine = Engine("nats", run_name, server)
-    owner = await declare(spec, opts, engine)
-    spawn = multiprocessing.get_context("spawn")
-    texts = spec.model_dump_json(), opts.model_dump_json()
-
-    def begin(role: str, number: int = 0) -> multiprocessing.process.BaseProcess:
-        args = (*texts, role, number, server.url, credential(server.token, role))
-        started = spawn.Process(target=process, args=args, daemon=True)
-        started.start()
-        return started
-
-    running = {(role, k): begin(role, k) for role, n in spec.roles.items() for k in range(n[0].replicas)}
-    kills, chance = 0, random.Random(4)
-    try:
-        async with asyncio.timeout(90):
-            while any(p.is_alive() for p in running.values()):
-                await asyncio.sleep(chance.uniform(0.05, 0.4))
-                key = ("generator", chance.randrange(3))
-                busy = (await owner.depth("generator-backlog")).leased["generator-backlog"]
-                if busy and kills < 5 and running[key].is_alive():
-                    running[key].kill()
-                    await asyncio.to_thread(running[key].join)
-                    await owner.evict(f"generator-{key[1]}-0")
-                    running[key] = begin(*key)
-                    kills += 1
-    finally:
-        for p in running.values():
-            p.kill()
-    assert {key: p.exitcode for key, p in running.items()} == dict.fromkeys(running, 0)
-    assert kills >= 3
-    played = await read(owner)
-    ledger = played.ledger  # raises for a prompt that is trained or dropped twice
-    assert ledger.admitted == ledger.trained + ledger.dropped.total()
-    assert ledger.trained == 10 * 8
-    assert ledger.staleness_max <= 1
-    assert set(ledger.dropped) <= {"invalid", "stale"}
-    assert played.dead == []
-    await engine.assert_empty()
-    await engine.close()
-    server.stop()
