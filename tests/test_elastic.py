@@ -31,7 +31,7 @@ from arriero.schemas.ledger import CONTROL, CONTROL_LOG, Joined, Leave
 from arriero.schemas.run import RunOptions
 from tests.brokers import Engine
 from tests.runtime_runs import Noting, Prompts, check_books, declare, options, read, replica, start
-from tests.test_handover import WORKERS, Segmented, graph
+from tests.segments import WORKERS, Segmented, graph
 from tests.toys import ToyTrainer, toy_graph
 
 ROOT = Path(__file__).parents[1]
