@@ -8,10 +8,10 @@ a second; a real one has three, in two processes. One hub, and three that replic
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import multiprocessing
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -148,7 +148,11 @@ def free_port() -> int:
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("replicas", nargs="?", type=int, default=1000)
+    count = parser.parse_args().replicas
+    if count < 5:
+        parser.error(f"replicas is {count}, but the graph has 5 roles; give 5 or more")
     many = toy_graph(generators=1024).check()
     for on in ("slurm", "kubernetes"):
         seconds, size = rendered(many, on)
