@@ -9,10 +9,10 @@ share the cores of this machine.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +71,9 @@ async def measured(urls: dict[int, str], rounds: int) -> dict[int, list[tuple[fl
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=15)
+    rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         one = start_server(folder / "one", token=TOKEN)
