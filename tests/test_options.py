@@ -310,6 +310,7 @@ def test_a_key_is_described_by_type_default_and_what_its_source_says() -> None:
 def test_nothing_is_suggested_for_what_resembles_nothing() -> None:
     assert nearest("zzz", ["data.path", "mode"]) == ""
     assert nearest("overlong.buffer", ["reward.buffer", "overlong_buffer"]) == "overlong_buffer"
+    assert nearest("reward", ["rewards", "environment.reward.kind"]) == "environment.reward"
 
 
 @pytest.mark.parametrize(

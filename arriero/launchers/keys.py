@@ -244,7 +244,8 @@ def _constraints(metadata: object) -> Iterator[str]:
 def nearest(name: str, names: Collection[str]) -> str:
     """The known name most likely meant by `name`, or "".
 
-    First what is the same but for `.`, `-` and `_`, then its last part elsewhere, then the spelling.
+    First what is the same but for `.`, `-` and `_`, then its last part elsewhere, as a key or a section, then
+    the spelling.
     """
     plain = name.translate(_NO_MARKS)
     if spelt := [n for n in names if n.translate(_NO_MARKS) == plain]:
@@ -252,6 +253,8 @@ def nearest(name: str, names: Collection[str]) -> str:
     last = name.rpartition(".")[2]
     if same := [n for n in names if n.rpartition(".")[2] == last]:
         return difflib.get_close_matches(name, same, n=1, cutoff=0.0)[0]
+    if sections := [f"{n.partition(f'.{last}.')[0]}.{last}" for n in names if f".{last}." in n]:
+        return difflib.get_close_matches(name, sections, n=1, cutoff=0.0)[0]
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
         return close[0]
     by_last = {n.rpartition(".")[2]: n for n in names}

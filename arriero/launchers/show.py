@@ -54,7 +54,9 @@ def help_text(command: str, pipeline: Pipeline, options_type: type[Any]) -> str:
     lines += ["", "options:"]
     for key, doc in documented(layout(options_type)):
         lines += _help_lines(key, doc)
-    return "\n".join([*lines, "", "A section takes its path or kind directly: --data FILE, --reward KIND."])
+    parts = [name.partition(".") for name in layout(pipeline.config_type).names]
+    short = [f"--{section} {key.upper()}" for section, _, key in parts if key in ("path", "kind")]
+    return "\n".join([*lines, "", f"A section takes its path or kind directly: {', '.join(short)}."])
 
 
 def words(value: object) -> str:
