@@ -128,7 +128,22 @@ def start_server(
     text += replication(cluster, token, shown, _HANDSHAKE_S) if cluster else ""
     _write_private(config, text)
     said = log.stat().st_size if log.exists() else 0
-    process = subprocess.Popen(
+    process = _begun(config)
+    try:
+        url = _wait_for_port(folder, process, timeout_s)
+        if url is None:
+            raise BrokerError(_why_not(log, said, host, port))
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if shown:
+        url = address(public, int(url.rpartition(":")[2]), shown)
+    return NatsServer(url=url, token=token, log=log, process=process)
+
+
+def _begun(config: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         [str(find_server()), "-c", str(config)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -137,19 +152,6 @@ def start_server(
         start_new_session=True,  # Ctrl-C is for us; the server goes last
         preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  # one system call, nothing that takes a lock
     )
-    try:
-        url = _wait_for_port(folder, process, timeout_s)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    if url is None:
-        process.kill()
-        process.wait()
-        raise BrokerError(_why_not(log, said, host, port))
-    if shown:
-        url = address(public, int(url.rpartition(":")[2]), shown)
-    return NatsServer(url=url, token=token, log=log, process=process)
 
 
 def _loopback(address: str) -> bool:
