@@ -20,9 +20,9 @@ from tests.test_launch import Launch
 from tests.toys import rollout
 
 STEPS, WARM = 500, 150
-GROWTH_BYTES = (
-    6 << 10
-)  # a step: of four prompts, of which the ledger and the record keep that they were there
+# A step of four prompts, of which the ledger keeps that they were there: a trainer gains 1.7 kB a step over
+# 1,500 of them. Over the 250 that are looked at here the allocator's heaps add up to 5.
+GROWTH_BYTES = 10 << 10
 MORE_BYTES = {
     "broker": 100 << 10,  # it knows ids for an hour and entries of logs for ever
     "command": 16 << 10,  # the record knows each group by its id
